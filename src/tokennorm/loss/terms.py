@@ -1,7 +1,7 @@
 """A loss as a numerator and a denominator, and the exact merging of such pairs.
 
-A mean of means weighs a token by the accident of which part it landed in. A pair does not: parts are merged by
-adding numerators and denominators, and the division happens once, at the end.
+A mean of means weighs a token by the accident of which part it landed in. A pair does not: parts are merged
+by adding numerators and denominators, and the division happens once, at the end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LossTerm:
         weight: the term's factor in the objective (alpha in ``docs/exactness.md``).
 
     Raises:
-        LossUsageError: a numerator that is not a 0-d floating-point tensor, a denominator that carries a graph
-            or is negative or not finite, a weight that is not finite.
+        LossUsageError: a numerator that is not a 0-d floating-point tensor, a denominator with a graph, negative
+            or not finite, a weight that is not finite.
     """
 
     numerator: Tensor
@@ -54,13 +54,11 @@ class LossTerm:
                 raise LossUsageError(
                     f"the denominator of a loss term must be a number or a 0-d tensor without graph, not "
                     f"{_describe(self.denominator)}",
-                    why="the count of tokens is a constant of the objective; a gradient through it would be another loss.",
+                    why="the count is a constant of the objective; a gradient through it is another loss.",
                     fix="detach it, or pass a Python number.",
                 )
         elif not math.isfinite(self.denominator) or self.denominator < 0:
-            raise LossUsageError(
-                f"the denominator of a loss term is {self.denominator}; it counts tokens, so it is finite and >= 0"
-            )
+            raise LossUsageError(f"the denominator of a loss term is {self.denominator}, not a finite count >= 0")
         if not math.isfinite(self.weight):
             raise LossUsageError(f"the weight of a loss term is {self.weight}")
 
@@ -107,7 +105,8 @@ class RatioSum:
         for value in (self.num, self.den):
             if isinstance(value, Tensor) and (value.dim() != 0 or value.requires_grad):
                 raise LossUsageError(
-                    f"a metric's numerator and denominator must be numbers or detached 0-d tensors, not {_describe(value)}",
+                    "a metric's numerator and denominator must be numbers or detached 0-d tensors, not "
+                    f"{_describe(value)}",
                     why="a metric that keeps its graph keeps every activation of the micro-batch alive.",
                     fix="call .detach() on it.",
                 )
@@ -175,7 +174,5 @@ def _widen(value: float | Tensor) -> float | Tensor:
 
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
-        return (
-            f"a tensor of shape {list(value.shape)}, dtype {value.dtype}, requires_grad={value.requires_grad}"
-        )
+        return f"a tensor of shape {list(value.shape)}, dtype {value.dtype}, requires_grad={value.requires_grad}"
     return f"{type(value).__name__} {value!r}"
