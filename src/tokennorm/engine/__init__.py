@@ -1,0 +1,58 @@
+"""The training engine: one exact optimizer step, and the run around it. It knows no data and no model family."""
+
+from tokennorm.engine.checkpoint import CheckpointStore
+from tokennorm.engine.distributed import (
+    DistributedConfig,
+    Runtime,
+    broadcast_from_main,
+    check_ranks_agree,
+    distributed_session,
+    set_gradient_sync,
+    unwrap_model,
+    wrap_ddp,
+)
+from tokennorm.engine.engine import Engine, StepReport
+from tokennorm.engine.evaluate import EvalReport, evaluate, move_to_device
+from tokennorm.engine.export import export_pretrained
+from tokennorm.engine.loop import LoopConfig, WindowSource, train
+from tokennorm.engine.objective import Batch, CausalLMObjective, Objective, ObjectiveOutput
+from tokennorm.engine.optim import OptimConfig, build_optimizer, build_scheduler, learning_rate_factor
+from tokennorm.engine.progress import ProgressPrinter, format_step_line
+from tokennorm.engine.rng import capture_rng_state, restore_rng_state, seed_everything
+from tokennorm.engine.run_folder import RunFolder, config_to_dict
+
+__all__ = [
+    "Batch",
+    "CausalLMObjective",
+    "CheckpointStore",
+    "DistributedConfig",
+    "Engine",
+    "EvalReport",
+    "LoopConfig",
+    "Objective",
+    "ObjectiveOutput",
+    "OptimConfig",
+    "ProgressPrinter",
+    "RunFolder",
+    "Runtime",
+    "StepReport",
+    "WindowSource",
+    "broadcast_from_main",
+    "build_optimizer",
+    "build_scheduler",
+    "capture_rng_state",
+    "check_ranks_agree",
+    "config_to_dict",
+    "distributed_session",
+    "evaluate",
+    "export_pretrained",
+    "format_step_line",
+    "learning_rate_factor",
+    "move_to_device",
+    "restore_rng_state",
+    "seed_everything",
+    "set_gradient_sync",
+    "train",
+    "unwrap_model",
+    "wrap_ddp",
+]

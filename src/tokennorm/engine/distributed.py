@@ -1,0 +1,248 @@
+"""Processes: joining the group that torchrun describes, choosing a device, and leaving without hanging."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tokennorm.errors import ConfigError, DistributedError, TokenNormError
+
+__all__ = [
+    "DistributedConfig",
+    "Runtime",
+    "all_ranks_or_none",
+    "broadcast_from_main",
+    "check_ranks_agree",
+    "distributed_session",
+    "set_gradient_sync",
+    "unwrap_model",
+    "wrap_ddp",
+]
+
+T = TypeVar("T")
+
+# How a collective fails when the other side is gone (gloo's words; NCCL raises DistBackendError).
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Where the run computes. Start several ranks with torchrun; nothing is to be set here for that."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model: a GPU when there is one (auto), or as given."""
+    threads: int | None = None
+    """CPU threads of each rank; by default the cores of this machine divided by its ranks."""
+    timeout_s: float = 600.0
+    """Seconds that a collective may wait for another rank before it is an error."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"distributed.threads is {self.threads}.", fix="Give 1 or more, or none.")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"distributed.timeout_s is {self.timeout_s}.", fix="Give a positive number of seconds.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """This process's place in the run; ``group`` None is the default group (or no group at all)."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that prints and writes."""
+        return self.rank == 0
+
+
+@contextmanager
+def distributed_session(config: DistributedConfig | None = None) -> Iterator[Runtime]:
+    """Join the ranks that torchrun started (or stand alone), and leave them at the end.
+
+    A process group that already exists is used and left alone. When the body raises, the group is aborted
+    rather than destroyed, since a graceful end would wait for ranks that will never come; the error gets a note
+    with the rank. The other ranks then fail in their next collective, with an error that points here.
+
+    Raises:
+        DistributedError: a collective failed because another rank is gone.
+    """
+    config = config or DistributedConfig()
+    owns_group = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    runtime = _join(config, owns_group)
+    try:
+        yield runtime
+    except BaseException as error:
+        if owns_group:
+            _abort(runtime)
+        if runtime.world_size > 1 and _peer_is_gone(error):
+            raise DistributedError(
+                f"Rank {runtime.rank} of {runtime.world_size} stopped: a collective failed because another rank is "
+                "gone or stuck.",
+                why="Ranks work in step; one that ends takes all others with it.",
+                fix="Look for the traceback of the other rank: that one is the cause.",
+            ) from error
+        if runtime.world_size > 1:
+            error.add_note(f"(raised on rank {runtime.rank} of {runtime.world_size})")
+        raise
+    else:
+        if owns_group:
+            dist.destroy_process_group()
+
+
+def _join(config: DistributedConfig, owns_group: bool) -> Runtime:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = _choose_device(config.device, local_rank)
+    if owns_group:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=config.timeout_s)
+        )
+    _set_threads(config.threads, local_world_size)
+    if not dist.is_initialized():
+        return Runtime(device=device)
+    return Runtime(
+        rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
+    )
+
+
+def _choose_device(kind: str, local_rank: int) -> torch.device:
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("The device is 'cuda', but torch sees no GPU.", fix="Give distributed.device cpu or auto.")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"Local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}.",
+            fix="Start at most one rank per GPU (torchrun --nproc_per_node).",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _set_threads(threads: int | None, local_world_size: int) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif local_world_size > 1:
+        # torchrun exports OMP_NUM_THREADS=1 by itself, which leaves most cores of a CPU run idle.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def _abort(runtime: Runtime) -> None:
+    # NCCL: ends kernels that wait for another rank. gloo has nothing to abort: its sockets close with us.
+    if runtime.device.type == "cuda" and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+
+
+def _peer_is_gone(error: BaseException) -> bool:
+    if isinstance(error, TokenNormError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or any(
+        phrase in str(error) for phrase in _PEER_GONE
+    )
+
+
+def broadcast_from_main(value: T, runtime: Runtime) -> T:
+    """Return rank 0's ``value`` on every rank (a picklable object)."""
+    if runtime.world_size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=runtime.group, device=_message_device(runtime))
+    return box[0]
+
+
+def gather_objects(value: T, runtime: Runtime) -> list[T]:
+    """Return every rank's ``value`` in rank order, on every rank."""
+    if runtime.world_size == 1:
+        return [value]
+    gathered: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(gathered, value, group=runtime.group)
+    return gathered
+
+
+def _message_device(runtime: Runtime) -> torch.device | None:
+    return runtime.device if runtime.device.type == "cuda" else None
+
+
+def check_ranks_agree(values: Mapping[str, object], runtime: Runtime) -> None:
+    """Compare facts that every rank must share (windows, parameters, configuration), once, before the start.
+
+    Raises:
+        DistributedError: on every rank, naming what differs and its value on each rank.
+    """
+    everyone = gather_objects(dict(values), runtime)
+    for name in sorted({name for one in everyone for name in one}):
+        seen = [one.get(name) for one in everyone]
+        if any(value != seen[0] for value in seen):
+            raise DistributedError(
+                f"The ranks disagree about {name}: "
+                + ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(seen))
+                + ".",
+                why="Ranks that plan different work wait for each other forever, or train different models.",
+                fix="Start every rank with the same command, files and library versions.",
+            )
+
+
+def all_ranks_or_none(action: Callable[[], T], runtime: Runtime) -> T:
+    """Run ``action`` on this rank; when it raises on any rank, raise on all of them instead of hanging.
+
+    Returns:
+        This rank's result.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    messages = gather_objects(None if error is None else str(error), runtime)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise DistributedError(f"Rank {rank} of {runtime.world_size} failed: {message}")
+    return result  # type: ignore[return-value]
+
+
+def wrap_ddp(model: nn.Module, runtime: Runtime) -> nn.Module:
+    """Wrap ``model`` in DDP, or return it as it is for one rank. Apply the loss patch before, not after.
+
+    Buffers are not broadcast before each forward: a causal LM's are constants (rotary frequencies), and the
+    broadcast would be one more collective per window.
+    """
+    if runtime.world_size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[runtime.local_rank] if runtime.device.type == "cuda" else None,
+        process_group=runtime.group,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def set_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Say whether the next forward and backward reduce gradients over the ranks.
+
+    It has to be set before the forward, which prepares the reduction: the same as ``no_sync()`` around both.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = sync
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,0 +1,177 @@
+"""The engine: one optimizer step from micro-batches to logged numbers, readable in one sitting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from tokennorm.engine.distributed import set_gradient_sync
+from tokennorm.engine.evaluate import move_to_device
+from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
+from tokennorm.errors import TokenNormError
+from tokennorm.kit import TokenNormedLossKit
+from tokennorm.loss import RatioSum, merge_ratios, reduce_ratios
+
+__all__ = ["Engine", "StepReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one window came to, reduced over all ranks.
+
+    Attributes:
+        step: optimizer steps finished, this one included.
+        loss: mean loss per supervised token of the window in nats; None for an empty window.
+        grad_norm: global norm of the exact gradient before clipping; None when the window was empty.
+        lr: learning rate of the step.
+        effective_tokens: supervised tokens of the window.
+        total_tokens: its tokens without padding.
+        metrics: means of the extra terms and of the objective's metrics; None where nothing was counted.
+        skipped: why the weights did not move ("empty window", "fp16 overflow"), else None.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    effective_tokens: int | float
+    total_tokens: int | float
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    skipped: str | None = None
+
+
+class Engine:
+    """Trains ``model`` on an objective, every supervised token of a window counted once.
+
+    Args:
+        model: patched and, for several ranks, wrapped (:func:`~tokennorm.engine.distributed.wrap_ddp`).
+        optimizer: over the parameters that are to learn.
+        objective: turns a micro-batch into sums.
+        scheduler: stepped once after each optimizer step; None for a constant rate.
+        scaler: for fp16; by default one that is switched off.
+        device: where micro-batches go; by default where the model is.
+        dp_world_size: number of ranks that hold different tokens.
+        dp_group: those ranks; None is the default group.
+        token_loss_kit: the accounting; by default one for this device and these ranks. Its policy for empty
+            windows is the engine's: an error, or a step that moves nothing and is reported.
+        max_grad_norm: clip the global gradient norm to this; None reports the norm only.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        device: torch.device | str | None = None,
+        dp_world_size: int = 1,
+        dp_group: dist.ProcessGroup | None = None,
+        token_loss_kit: TokenNormedLossKit | None = None,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        self.model, self.optimizer, self.objective, self.scheduler = model, optimizer, objective, scheduler
+        self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        self.scaler = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
+        self.dp_world_size, self.dp_group = dp_world_size, dp_group
+        self.token_loss_kit = token_loss_kit or TokenNormedLossKit(
+            device=self.device, dp_world_size=dp_world_size, dp_group=dp_group
+        )
+        self.max_grad_norm = max_grad_norm
+        self.step = 0
+        self._metrics: dict[str, RatioSum] = {}
+
+    # One training step, from micro-batches to logged numbers.
+
+    def train_step(self, window: Sequence[Batch]) -> StepReport:
+        """Train on one window: this rank's micro-batches, at least one on every rank."""
+        for index, batch in enumerate(window):
+            # Before the forward, which prepares the reduction: DDP would reduce at every micro-batch otherwise.
+            set_gradient_sync(self.model, index == len(window) - 1)
+            outputs = self.forward_step(batch)
+            self.backward_step(outputs, batch)
+        self.optimizer_step()
+        return self.train_post_step()
+
+    def forward_step(self, batch: Batch) -> ObjectiveOutput:
+        """Run the objective on one micro-batch."""
+        return self.objective(self.model, move_to_device(batch, self.device))
+
+    def backward_step(self, outputs: ObjectiveOutput, batch: Batch) -> None:
+        """Count the micro-batch and send its provisional loss backward."""
+        loss = self.token_loss_kit.accumulate_microbatch(
+            loss_sum=outputs.loss_sum,
+            effective_tokens=batch["effective_tokens"],
+            total_tokens=batch["total_tokens"],
+            extra_terms=outputs.extra_terms,
+        )
+        self.scaler.scale(loss).backward()
+        self._metrics = merge_ratios([self._metrics, outputs.metrics])
+
+    def optimizer_step(self) -> None:
+        """Make the window's gradient exact, clip it and step. An empty window moves nothing, on any rank."""
+        self._lr, self._grad_norm, self._overflow = self.optimizer.param_groups[0]["lr"], None, False
+        self._stats = self.token_loss_kit.reduce_window()
+        if self._stats.skipped:
+            return
+        self.scaler.unscale_(self.optimizer)
+        self.token_loss_kit.rescale_gradients(self.model.parameters(), self._stats)
+        self._grad_norm = self._clip_gradients()
+        self._overflow = self._step_optimizer()
+        if not self._overflow:
+            self.step += 1
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def train_post_step(self) -> StepReport:
+        """Report the reduced values of the window, then forget it."""
+        report = self._report()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.token_loss_kit.reset()
+        self._metrics = {}
+        return report
+
+    # What the step is made of.
+
+    def _clip_gradients(self) -> Tensor:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.max_grad_norm is not None:
+            clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        # In fp16 an overflow is the scaler's everyday business: it skips the step and lowers its scale.
+        if not self.scaler.is_enabled() and not bool(torch.isfinite(norm)):
+            raise TokenNormError(
+                f"The gradient norm of step {self.step + 1} is {float(norm)} (loss {self._stats.mean_loss}).",
+                why="An optimizer step with it would turn every weight into NaN; none was taken.",
+                fix="Lower the learning rate, or look for bad rows in the data. The last checkpoint is good.",
+            )
+        return norm
+
+    def _step_optimizer(self) -> bool:
+        """Step through the scaler; return whether it skipped the step because of an overflow."""
+        before = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.is_enabled() and self.scaler.get_scale() < before
+
+    def _report(self) -> StepReport:
+        stats = self._stats
+        # Ranks agree on what is skipped, so either all of them reduce their metrics or none does.
+        metrics = {} if stats.skipped else reduce_ratios(self._metrics, self.dp_group, device=self.device)
+        skipped = "empty window" if stats.skipped else "fp16 overflow" if self._overflow else None
+        return StepReport(
+            step=self.step,
+            loss=stats.mean_loss,
+            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
+            lr=self._lr,
+            effective_tokens=stats.global_effective_tokens,
+            total_tokens=stats.global_total_tokens,
+            metrics={name: ratio.mean for name, ratio in {**stats.extra, **metrics}.items()},
+            skipped=skipped,
+        )

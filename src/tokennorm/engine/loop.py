@@ -1,0 +1,192 @@
+"""The run around the step: windows in order, evaluations, checkpoints, and a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokennorm.engine.checkpoint import CheckpointStore
+from tokennorm.engine.engine import Engine, StepReport
+from tokennorm.engine.evaluate import EvalReport
+from tokennorm.engine.objective import Batch
+from tokennorm.engine.progress import ProgressPrinter
+from tokennorm.engine.run_folder import RunFolder
+from tokennorm.errors import ConfigError, DataError
+
+__all__ = ["LoopConfig", "WindowSource", "train"]
+
+
+class WindowSource(Protocol):
+    """Gives this rank's windows in order and knows its place among them.
+
+    Every rank gets the same number of windows and, in each, of micro-batches (dummies where its data ran out).
+    Iterating continues at the place that ``load_state_dict`` set.
+    """
+
+    def __iter__(self) -> Iterator[Sequence[Batch]]:
+        """Yield the windows that are left."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place after the last window that was yielded (tensors and plain values)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How often a run reports, evaluates and saves."""
+
+    eval_every: int = 0
+    """Evaluate every so many steps; 0: only before the first and after the last."""
+    save_every: int = 0
+    """Save a checkpoint every so many steps; 0: only after the last."""
+    keep_last: int = 2
+    """Checkpoints to keep; older ones are deleted."""
+    log_every: int = 1
+    """Print a line every so many steps (metrics.jsonl has every step)."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("eval_every", 0), ("save_every", 0), ("keep_last", 1), ("log_every", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"loop.{name} is {getattr(self, name)}.", fix=f"Give {least} or more.")
+
+
+def train(
+    engine: Engine,
+    windows: WindowSource,
+    *,
+    total_steps: int,
+    config: LoopConfig | None = None,
+    evaluate: Callable[[], EvalReport] | None = None,
+    run: RunFolder | None = None,
+    checkpoints: CheckpointStore | None = None,
+    progress: ProgressPrinter | None = None,
+) -> EvalReport | None:
+    """Train until ``total_steps`` optimizer steps are done or the windows run out.
+
+    Args:
+        engine: at step 0, or where a checkpoint left it.
+        windows: this rank's windows.
+        total_steps: optimizer steps of the whole run, those before a resume included.
+        config: intervals.
+        evaluate: one evaluation on all ranks; called before the first step and after the last.
+        run: where ``metrics.jsonl`` is written.
+        checkpoints: where states are saved.
+        progress: prints the lines.
+
+    Returns:
+        The last evaluation, if there is any.
+
+    Raises:
+        DataError: the windows ran out before any optimizer step of a run that had not begun.
+    """
+    config = config or LoopConfig()
+    progress = progress or ProgressPrinter(total_steps, enabled=False)
+    held_out = _Evaluator(engine, evaluate, run, progress)
+    start = engine.step
+    try:
+        if start == 0:
+            held_out()
+        progress.pause()
+        for window in windows if start < total_steps else ():
+            report = engine.train_step(window)
+            _log(report, run, progress, config, total_steps)
+            if report.skipped is not None:
+                continue
+            if engine.step == total_steps:
+                break
+            if config.eval_every and engine.step % config.eval_every == 0:
+                held_out()
+            if checkpoints is not None and config.save_every and engine.step % config.save_every == 0:
+                checkpoints.save(engine, loader_state=windows.state_dict())
+            progress.pause()
+        if engine.step == 0:
+            raise DataError(
+                "No window of the data had a supervised token.",
+                why="Nothing was trained.",
+                fix="Check that the chats have assistant turns, and that they survive truncation.",
+            )
+        held_out()
+        if checkpoints is not None and engine.step > start:
+            checkpoints.save(engine, loader_state=windows.state_dict())
+    except KeyboardInterrupt:
+        latest = None if checkpoints is None else checkpoints.latest()
+        saved = f"the last checkpoint is {latest}" if latest else "nothing was saved"
+        raise KeyboardInterrupt(f"interrupted at step {engine.step}/{total_steps}; {saved}") from None
+    return held_out.last
+
+
+class _Evaluator:
+    """Evaluates, prints and logs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        evaluate: Callable[[], EvalReport] | None,
+        run: RunFolder | None,
+        progress: ProgressPrinter,
+    ) -> None:
+        self._engine, self._evaluate, self._run, self._progress = engine, evaluate, run, progress
+        self.last: EvalReport | None = None
+
+    def __call__(self) -> None:
+        if self._evaluate is None:
+            return
+        self.last = report = self._evaluate()
+        loss = "no supervised token" if report.loss is None else f"loss {report.loss:.4f}"
+        self._progress.say(
+            f"held-out after step {self._engine.step}  {loss}  "
+            f"tok {report.effective_tokens:,}/{report.total_tokens:,}"
+        )
+        if self._run is not None:
+            self._run.log(
+                {
+                    "step": self._engine.step,
+                    "eval_loss": report.loss,
+                    "eval_effective_tokens": report.effective_tokens,
+                    "eval_total_tokens": report.total_tokens,
+                    **{f"eval_{name}": value for name, value in report.metrics.items()},
+                }
+            )
+
+
+def _save(engine: Engine, windows: WindowSource, checkpoints: CheckpointStore | None) -> None:
+    if checkpoints is not None:
+        checkpoints.save(engine, loader_state=windows.state_dict())
+
+
+def _log(
+    report: StepReport, run: RunFolder | None, progress: ProgressPrinter, config: LoopConfig, total_steps: int
+) -> None:
+    seconds = progress.tick(int(report.total_tokens))
+    if run is not None:
+        run.log(
+            {
+                "step": report.step,
+                "loss": report.loss,
+                "grad_norm": report.grad_norm,
+                "lr": report.lr,
+                "effective_tokens": report.effective_tokens,
+                "total_tokens": report.total_tokens,
+                "seconds": round(seconds, 4),
+                **report.metrics,
+                **({} if report.skipped is None else {"skipped": report.skipped}),
+            }
+        )
+    if report.skipped is not None:
+        progress.say(f"step {report.step}/{total_steps}  nothing moved: {report.skipped}")
+    elif report.step % config.log_every == 0 or report.step in (1, total_steps):
+        assert report.loss is not None
+        progress.step(
+            step=report.step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            effective_tokens=int(report.effective_tokens),
+            total_tokens=int(report.total_tokens),
+        )

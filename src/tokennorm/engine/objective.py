@@ -1,0 +1,91 @@
+"""What a micro-batch is trained on: sums with their graph, never means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tokennorm.errors import PatchError
+from tokennorm.loss import LossTerm, RatioSum
+
+__all__ = ["Batch", "CausalLMObjective", "Objective", "ObjectiveOutput"]
+
+Batch = Mapping[str, Any]
+"""A micro-batch: tensors for the model, and the host integers ``effective_tokens`` and ``total_tokens``."""
+
+_MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask", "shift_labels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOutput:
+    """The sums of one micro-batch.
+
+    Attributes:
+        loss_sum: 0-d tensor with graph: the per-token losses of the supervised tokens, added up (nats).
+        extra_terms: further terms of the objective by name, e.g. ``{"router": LossTerm(...)}``.
+        metrics: detached pairs for the log; every rank and micro-batch gives the same names.
+    """
+
+    loss_sum: Tensor
+    extra_terms: Mapping[str, LossTerm] = field(default_factory=dict)
+    metrics: Mapping[str, RatioSum] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """Runs the model on one micro-batch and returns sums; it must not divide by any count."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> ObjectiveOutput:
+        """Return the sums of ``batch``; under DDP, ``model`` is the wrapper and is called exactly once."""
+        ...
+
+
+class CausalLMObjective:
+    """Next-token cross-entropy of a Hugging Face causal LM patched to return per-token losses.
+
+    The batch holds ``input_ids``, ``position_ids`` and already shifted ``shift_labels`` (``[B, S]`` int64, -100
+    where unsupervised), and ``attention_mask`` unless it is packed. A router loss that the family adds becomes
+    the term "router": its value on each micro-batch, weighted by the micro-batch's supervised tokens.
+
+    Args:
+        model_kwargs: further keywords of the model. The cache is off by default: with one, transformers does
+            not isolate packed documents from each other.
+    """
+
+    def __init__(self, model_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.model_kwargs = {"use_cache": False} if model_kwargs is None else dict(model_kwargs)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> ObjectiveOutput:
+        """Return the summed loss of the batch and, where the model has one, its router term.
+
+        Raises:
+            PatchError: the model returned anything but one loss per position.
+        """
+        inputs = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+        outputs = model(**inputs, **self.model_kwargs)
+        loss: Tensor | None = outputs["loss"]
+        if loss is None or loss.numel() != batch["shift_labels"].numel():
+            raise PatchError(
+                f"The model returned {'no loss' if loss is None else f'a loss of shape {list(loss.shape)}'} for "
+                f"labels of shape {list(batch['shift_labels'].shape)}; one loss per position was expected.",
+                why="A reduced loss is already divided by the tokens of one micro-batch: that can't be undone.",
+                fix="Call model = kit.apply_chunked_token_loss_patch(model) before wrapping it in DDP.",
+            )
+        extra = outputs.get("extra_loss")
+        # The sum is taken directly on the returned loss: its gradient is then a broadcast scalar, which the
+        # operator recognises by its stride, without reading values.
+        return ObjectiveOutput(
+            loss_sum=loss.sum(),
+            extra_terms={} if extra is None else {"router": _router_term(extra, batch["effective_tokens"])},
+        )
+
+
+def _router_term(extra_loss: Tensor, effective_tokens: int) -> LossTerm:
+    # Zero tokens is a case, not a factor: a router loss over no token may be NaN, and 0 * NaN is NaN.
+    # In half precision the product with a token count would lose its last digits, or overflow.
+    wide = extra_loss.to(torch.promote_types(extra_loss.dtype, torch.float32))
+    numerator = wide * effective_tokens if effective_tokens else wide.new_zeros(())
+    return LossTerm(numerator=numerator, denominator=effective_tokens, weight=1.0)

@@ -1,0 +1,141 @@
+"""The run folder: what was run, with what, from what code, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tokennorm.engine.distributed import Runtime, broadcast_from_main
+from tokennorm.errors import ConfigError
+
+__all__ = ["RunFolder", "config_to_dict"]
+
+_LIBRARIES = ("tokennorm", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def config_to_dict(config: Any) -> Any:
+    """Return a configuration dataclass as nested JSON values."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: config_to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {str(key): config_to_dict(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [config_to_dict(value) for value in config]
+    return config if config is None or isinstance(config, bool | int | float | str) else str(config)
+
+
+class RunFolder:
+    """Writes ``run.json``, ``config.json`` and ``metrics.jsonl`` on rank 0; other ranks know the path only.
+
+    Args:
+        path: the folder, made when missing.
+        runtime: this process's place among the ranks.
+
+    Raises:
+        ConfigError: the folder holds a run already and this one doesn't resume it, or can't be made.
+    """
+
+    def __init__(self, path: Path | str, *, runtime: Runtime | None = None, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.runtime = runtime or Runtime()
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self._metrics = self.path / "metrics.jsonl"
+        # Rank 0 looks before it writes anything, and every rank hears what it saw.
+        problem = broadcast_from_main(self._prepare(resume) if self.runtime.is_main else None, self.runtime)
+        if problem is not None:
+            raise ConfigError(problem, fix="Resume it, or give another run folder.")
+
+    def _prepare(self, resume: bool) -> str | None:
+        if self._metrics.exists() and not resume:
+            return f"The folder {self.path} already holds a run."
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"The run folder {self.path} can't be made: {error}."
+        return None
+
+    def describe(self, config: Any, *, facts: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None) -> None:
+        """Write what is run: the command, versions, git state and the resolved configuration."""
+        if not self.runtime.is_main:
+            return
+        run = {
+            "command": list(sys.argv if argv is None else argv),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "ranks": self.runtime.world_size,
+            "device": str(self.runtime.device),
+            "python": platform.python_version(),
+            "versions": _versions(),
+            "git": _git_state(),
+            **(facts or {}),
+        }
+        self._write_json("run.json", run)
+        self._write_json("config.json", config_to_dict(config))
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append one line to ``metrics.jsonl``; the line is on disk when this returns."""
+        if self.runtime.is_main:
+            with self._metrics.open("a") as file:
+                file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will do again, also a last line cut off by a kill."""
+        if not self.runtime.is_main or not self._metrics.exists():
+            return
+        kept = []
+        for line in self._metrics.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record.get("step", 0) <= step:
+                kept.append(line + "\n")
+        temporary = self._metrics.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        os.replace(temporary, self._metrics)
+
+    def _write_json(self, name: str, value: Any) -> None:
+        (self.path / name).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity are no JSON: null instead, so that any reader can read the line."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return value
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Return commit and whether files differ from it, for the current directory; None outside a repository."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit, "modified": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,164 @@
+"""A checkpoint folder is complete or invisible; damage and full disks are told apart and leave the rest usable."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tokennorm.engine import checkpoint_files
+from tokennorm.engine.checkpoint_files import (
+    checkpoint_folders,
+    payload_bytes,
+    prune,
+    read_manifest,
+    read_payload,
+    write_checkpoint,
+)
+from tokennorm.errors import CheckpointError
+
+
+def payloads(value: float = 1.0) -> dict[str, object]:
+    weight = torch.full((1000,), value)
+    return {
+        "model.pt": {"head": weight, "embedding": weight},
+        "optimizer.pt": {"state": [{"step": 3, "avg": torch.full((50_000,), value)}]},
+    }
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoint_folders(folder)]
+
+
+def test_round_trip_keeps_values_facts_and_ties(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 7, payloads(2.0), {"world_size": 2})
+    assert path.name == "step-00000007"
+    manifest = read_manifest(path)
+    assert (manifest["step"], manifest["world_size"]) == (7, 2)
+    assert manifest["files"]["model.pt"]["bytes"] == (path / "model.pt").stat().st_size
+    model = read_payload(path, "model.pt")
+    assert torch.equal(model["head"], torch.full((1000,), 2.0))
+    assert model["head"].data_ptr() == model["embedding"].data_ptr()
+    assert read_payload(path, "optimizer.pt")["state"][0]["step"] == 3
+
+
+def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1, payloads(1.0), {})
+    path = write_checkpoint(tmp_path, 1, payloads(5.0), {})
+    assert read_payload(path, "model.pt")["head"][0] == 5.0
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        write_checkpoint(tmp_path, step, payloads(), {})
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000010", "step-00000100"]
+    assert sorted(os.listdir(tmp_path)) == names(tmp_path)
+
+
+def test_shared_storage_is_counted_once() -> None:
+    assert payload_bytes(payloads()) == 4 * 1000 + 4 * 50_000
+
+
+def test_a_save_killed_halfway_is_invisible_and_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, 1, payloads(), {})
+
+    def killed(*_: object) -> None:
+        raise SystemExit  # stands for SIGKILL: nothing of ours runs afterwards
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "_write_bytes", killed)
+        with pytest.raises(SystemExit):
+            write_checkpoint(tmp_path, 2, payloads(), {})
+    assert any(name.startswith(".partial-") for name in os.listdir(tmp_path))
+    assert names(tmp_path) == ["step-00000001"]
+    write_checkpoint(tmp_path, 3, payloads(), {})
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("file", ["model.pt", "optimizer.pt", "manifest.json"])
+def test_full_disk_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """The kernel itself answers "no space left" (/dev/full), wherever in the save it happens."""
+    good = write_checkpoint(tmp_path, 1, payloads(), {})
+
+    def full(path: Path, mode: str):
+        return builtins.open("/dev/full" if Path(path).name == file else path, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "open", full, raising=False)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            write_checkpoint(tmp_path, 2, payloads(), {})
+    assert "step 2 could not be written" in str(caught.value)
+    assert "last complete checkpoint is step-00000001" in str(caught.value)
+    assert "Free some space" in str(caught.value)
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    read_manifest(good)
+
+
+def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    with pytest.raises(CheckpointError, match=r"4,398,304 bytes are needed and 100,000 are free"):
+        write_checkpoint(tmp_path, 2, payloads(), {})
+    assert os.listdir(tmp_path) == []
+
+
+def cut(path: Path) -> None:
+    (path / "model.pt").write_bytes((path / "model.pt").read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "optimizer.pt").write_bytes(data)
+
+
+def drop(path: Path) -> None:
+    (path / "model.pt").unlink()
+
+
+def garble(path: Path) -> None:
+    (path / "manifest.json").write_text('{"format": 1, "st')
+
+
+def age(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (cut, r"model\.pt has [\d,]+ bytes instead of"),
+        (flip, r"contents of optimizer\.pt are not what was written"),
+        (drop, r"model\.pt is missing"),
+        (garble, r"manifest\.json can't be read"),
+        (age, "checkpoint format 99"),
+        (lambda path: (path / "manifest.json").unlink(), "no complete checkpoint"),
+    ],
+)
+def test_damage_is_refused_and_named(tmp_path: Path, harm: Callable[[Path], None], message: str) -> None:
+    write_checkpoint(tmp_path, 1, payloads(), {})
+    path = write_checkpoint(tmp_path, 2, payloads(), {})
+    read_manifest(path)
+    harm(path)
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(path)
+    read_manifest(tmp_path / "step-00000001")
+
+
+def test_code_in_an_archive_is_never_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save(Evil(), tmp_path / "model.pt")
+    with pytest.raises(Exception, match="weights_only"):
+        read_payload(tmp_path, "model.pt")
+    assert not (tmp_path / "owned").exists()
