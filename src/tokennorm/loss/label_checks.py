@@ -52,7 +52,8 @@ def check_labels(
         # index_select, not labels[first]: indexing by a tensor scalar may read it on the host.
         value = labels.index_select(0, first.reshape(1)).squeeze(0)
         record = torch.stack([bad.sum(), first, value, surplus])
-    record = torch.cat([record, torch.tensor([vocabulary, ignore_index], device=labels.device)])
+    # Filled on the device: torch.tensor(..., device=) would be a blocking copy from the host.
+    record = torch.cat([record, record.new_full((1,), vocabulary), record.new_full((1,), ignore_index)])
     if not defers(labels.device):
         _raise_for(record.tolist())
         return

@@ -12,39 +12,18 @@ chunks are then computed again in backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tokennorm.errors import LossUsageError
-from tokennorm.loss.label_checks import check_labels
+from tokennorm.loss import label_checks
+from tokennorm.loss.chunks import ChunkPlan, Needs, default_chunk_size, run_chunks
 from tokennorm.loss.products import Products
 from tokennorm.loss.row_math import STATS, LogitTransform, RowLoss
 
-__all__ = ["default_chunk_size", "linear_cross_entropy"]
-
-# Bytes of one chunk of float32 logits. On a CPU larger chunks gain nothing and cost memory; an accelerator wants
-# enough rows in a product to be busy.
-_CHUNK_BYTES_CPU = 48 * 2**20
-_CHUNK_BYTES_ACCELERATOR = 512 * 2**20
-# On a CPU the passes over a chunk go block by block, so that each block stays in a core's cache.
-_BLOCK_BYTES_PER_THREAD = 2**20
-
-
-def default_chunk_size(num_rows: int, vocabulary: int, device: torch.device) -> int:
-    """Rows of logits held at once: what fits the memory budget, shared out evenly over the chunks.
-
-    Args:
-        num_rows: supervised rows, N.
-        vocabulary: number of rows of the head, V.
-        device: where the product runs.
-    """
-    budget = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES_ACCELERATOR
-    most = max(1, budget // (4 * vocabulary))
-    num_chunks = max(1, -(-num_rows // most))
-    return max(1, -(-num_rows // num_chunks))
+__all__ = ["linear_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -105,7 +84,7 @@ def linear_cross_entropy(
     _validate(hidden, weight, labels, bias, token_weights, label_smoothing, z_loss, stats, reduction, chunk_size)
     vocabulary = weight.shape[0]
     supervised = labels != ignore_index
-    check_labels(labels, supervised, vocabulary, ignore_index, num_supervised)
+    label_checks.check_labels(labels, supervised, vocabulary, ignore_index, num_supervised)
     rows, keep = _supervised_rows(supervised, token_weights, num_supervised)
     num_rows = labels.shape[0] if rows is None else rows.shape[0]
 
@@ -115,7 +94,7 @@ def linear_cross_entropy(
         row_weights = (row_weights if rows is None else row_weights.index_select(0, rows)).detach()
     if keep is not None:
         row_weights = keep.to(torch.float32) if row_weights is None else torch.where(keep, row_weights, 0)
-    plan = _Plan(
+    plan = ChunkPlan(
         row_loss=RowLoss(
             transform=transform or LogitTransform(),
             label_smoothing=label_smoothing,
@@ -150,114 +129,23 @@ def _supervised_rows(
             return None, None
         rows = torch.nonzero_static(supervised, size=num_supervised, fill_value=-1).squeeze(1)
         # On an accelerator a count that is too large is reported later; until then its surplus counts nothing.
-        return rows.clamp(min=0), (rows >= 0 if supervised.device.type != "cpu" else None)
+        return rows.clamp(min=0), (rows >= 0 if label_checks.defers(supervised.device) else None)
     if token_weights is not None:
         supervised = supervised & (token_weights != 0)
     rows = torch.nonzero(supervised).squeeze(1)
     return (None if rows.shape[0] == supervised.shape[0] else rows), None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """Everything but the three differentiable tensors."""
-
-    row_loss: RowLoss
-    products: Products
-    rows: Tensor | None
-    labels: Tensor
-    weights: Tensor | None
-    chunk_size: int
-    sum_rows: bool
-    gradients: bool
-
-
-class _Gradients(NamedTuple):
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
-class _Needs(NamedTuple):
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-class _Pass(NamedTuple):
-    loss: Tensor
-    z: Tensor | None
-    stats: list[Tensor]
-    gradients: _Gradients
-
-
-def _run_chunks(
-    plan: _Plan, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: _Needs, upstream: Tensor | None
-) -> _Pass:
-    """One pass over the supervised rows: losses, and the gradients that ``needs`` asks for.
-
-    ``upstream`` is the gradient that reaches each supervised row ``[n]`` (None: 1).
-    """
-    products, accumulate = plan.products, plan.products.accumulate_dtype
-    num_rows, vocabulary = plan.labels.shape[0], weight.shape[0]
-    weight = products.operand(weight)
-    factors = plan.weights if upstream is None else upstream if plan.weights is None else upstream * plan.weights
-    factors = None if factors is None else factors.to(accumulate)
-    with_gradient = any(needs)
-
-    def new(*shape: int, dtype: torch.dtype = accumulate) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=hidden.device)
-
-    loss = new(num_rows)
-    z = new(num_rows) if plan.row_loss.z_loss else None
-    stats = [new(num_rows, dtype=torch.bool if name == "is_top1" else accumulate) for name in plan.row_loss.stats]
-    grad_hidden = new(num_rows, hidden.shape[1]) if needs.hidden else None
-    grad_weight = new(*weight.shape) if needs.weight else None
-    grad_bias = torch.zeros(vocabulary, dtype=accumulate, device=hidden.device) if needs.bias else None
-    if num_rows == 0 and grad_weight is not None:
-        grad_weight.zero_()
-
-    buffer = new(min(plan.chunk_size, num_rows), vocabulary)
-    block = _block_rows(vocabulary, hidden.device, plan.chunk_size)
-    for start in range(0, num_rows, plan.chunk_size):
-        end = min(start + plan.chunk_size, num_rows)
-        chunk = hidden[start:end] if plan.rows is None else hidden.index_select(0, plan.rows[start:end])
-        chunk = products.operand(chunk)
-        logits = products.logits(chunk, weight, bias, out=buffer[: end - start])
-        for low in range(start, end, block):
-            high = min(low + block, end)
-            rows = slice(low, high)
-            result = plan.row_loss(
-                logits[low - start : high - start],
-                plan.labels[rows],
-                with_gradient=with_gradient,
-                row_factor=None if factors is None else factors[rows],
-            )
-            loss[rows] = result.loss
-            if z is not None:
-                z[rows] = result.z
-            for name, value in zip(plan.row_loss.stats, stats, strict=True):
-                value[rows] = result.stats[name]
-        if grad_hidden is not None:
-            products.grad_hidden(logits, weight, out=grad_hidden[start:end])
-        if grad_weight is not None:
-            products.grad_weight(logits, chunk, out=grad_weight, first=start == 0)
-        if grad_bias is not None:
-            grad_bias += logits.sum(dim=0)
-    if plan.weights is not None:
-        loss *= plan.weights
-        if z is not None:
-            z *= plan.weights
-    return _Pass(loss, z, stats, _Gradients(grad_hidden, grad_weight, grad_bias))
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Losses and, with gradients on, the gradients for an upstream of 1, in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> tuple[Tensor, ...]:
-        needs = _Needs(*(plan.gradients and needed for needed in ctx.needs_input_grad[:3]))
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: ChunkPlan
+    ) -> tuple[Tensor, ...]:
+        needs = Needs(*(plan.gradients and needed for needed in ctx.needs_input_grad[:3]))
         with torch.autocast(hidden.device.type, enabled=False):
-            done = _run_chunks(plan, hidden, weight, bias, needs, upstream=None)
+            done = run_chunks(plan, hidden, weight, bias, needs, upstream=None)
         ctx.plan, ctx.needs, ctx.gradients = plan, needs, done.gradients
         ctx.save_for_backward(hidden, weight, bias)
         ctx.set_materialize_grads(False)
@@ -284,7 +172,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 fix="for second derivatives compute the logits and use torch.nn.functional.cross_entropy.",
             )
         hidden, weight, bias = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan: ChunkPlan = ctx.plan
         if plan.sum_rows or upstream.numel() <= 1 or upstream.stride(0) == 0:
             scale = upstream.reshape(-1)[:1].squeeze() if upstream.numel() else upstream.new_ones(())
             gradients, consumed = ctx.gradients, not _graph_is_kept()
@@ -298,7 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scale, consumed = None, True
             rows = upstream if plan.rows is None else upstream.index_select(0, plan.rows)
             with torch.autocast(hidden.device.type, enabled=False):
-                gradients = _run_chunks(plan, hidden, weight, bias, ctx.needs, upstream=rows).gradients
+                gradients = run_chunks(plan, hidden, weight, bias, ctx.needs, upstream=rows).gradients
         like = (hidden, weight, bias)
         scaled = [
             None if value is None else _scale(value, scale, like=tensor, in_place=consumed)
@@ -327,15 +215,10 @@ def _spread(values: Tensor, rows: Tensor | None, num_rows: int) -> Tensor:
     return values.new_zeros((num_rows, *values.shape[1:])).index_copy_(0, rows, values)
 
 
-def _block_rows(vocabulary: int, device: torch.device, chunk_size: int) -> int:
-    if device.type != "cpu":
-        return chunk_size
-    return max(1, _BLOCK_BYTES_PER_THREAD // (4 * vocabulary)) * torch.get_num_threads()
-
-
 def _graph_is_kept() -> bool:
     """Whether this backward runs with retain_graph=True; assume so where torch can't tell."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    autograd = getattr(torch._C, "_autograd", None)
+    ask = getattr(autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: every figure that the documentation quotes, and the command that makes it again."""
