@@ -67,7 +67,9 @@ def test_shared_storage_is_counted_once() -> None:
     assert payload_bytes(payloads()) == 4 * 1000 + 4 * 50_000
 
 
-def test_a_save_killed_halfway_is_invisible_and_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_killed_halfway_is_invisible_and_cleaned_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint(tmp_path, 1, payloads(), {})
 
     def killed(*_: object) -> None:
@@ -102,7 +104,9 @@ def test_full_disk_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     read_manifest(good)
 
 
-def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
     with pytest.raises(CheckpointError, match=r"4,398,304 bytes are needed and 100,000 are free"):
         write_checkpoint(tmp_path, 2, payloads(), {})

@@ -26,14 +26,20 @@ def test_the_line_is_the_house_style() -> None:
         tokens_per_second=41_210,
         eta_seconds=352,
     )
-    assert (
-        line == "step 120/500  loss 2.1034  grad 0.83  lr 1.8e-05  tok 61,204/98,304  41.2k tok/s  eta 6m"
-    )
+    assert line == "step 120/500  loss 2.1034  grad 0.83  lr 1.8e-05  tok 61,204/98,304  41.2k tok/s  eta 6m"
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m"), (3599, "1h00m"), (3720, "1h02m"), (86399, "1d00h"), (273600, "3d04h")],
+    [
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m"),
+        (3599, "1h00m"),
+        (3720, "1h02m"),
+        (86399, "1d00h"),
+        (273600, "3d04h"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
@@ -122,7 +128,11 @@ def test_resuming_forgets_the_steps_that_come_again(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed while writing
     folder.forget_after(3)
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:

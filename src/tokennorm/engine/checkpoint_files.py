@@ -19,7 +19,15 @@ import torch
 
 from tokennorm.errors import CheckpointError
 
-__all__ = ["FORMAT", "checkpoint_folders", "payload_bytes", "prune", "read_manifest", "read_payload", "write_checkpoint"]
+__all__ = [
+    "FORMAT",
+    "checkpoint_folders",
+    "payload_bytes",
+    "prune",
+    "read_manifest",
+    "read_payload",
+    "write_checkpoint",
+]
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -79,9 +87,7 @@ def payload_bytes(payload: object) -> int:
     return sum(seen.values())
 
 
-def write_checkpoint(
-    folder: Path, step: int, payloads: Mapping[str, object], facts: Mapping[str, object]
-) -> Path:
+def write_checkpoint(folder: Path, step: int, payloads: Mapping[str, object], facts: Mapping[str, object]) -> Path:
     """Write ``folder/step-XXXXXXXX`` atomically and return it.
 
     Args:

@@ -49,7 +49,9 @@ class DistributedConfig:
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"distributed.threads is {self.threads}.", fix="Give 1 or more, or none.")
         if self.timeout_s <= 0:
-            raise ConfigError(f"distributed.timeout_s is {self.timeout_s}.", fix="Give a positive number of seconds.")
+            raise ConfigError(
+                f"distributed.timeout_s is {self.timeout_s}.", fix="Give a positive number of seconds."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +115,16 @@ def _join(config: DistributedConfig, owns_group: bool) -> Runtime:
     _set_threads(config.threads, local_world_size)
     if not dist.is_initialized():
         return Runtime(device=device)
-    return Runtime(
-        rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
-    )
+    return Runtime(rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device)
 
 
 def _choose_device(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("The device is 'cuda', but torch sees no GPU.", fix="Give distributed.device cpu or auto.")
+        raise ConfigError(
+            "The device is 'cuda', but torch sees no GPU.", fix="Give distributed.device cpu or auto."
+        )
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"Local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}.",

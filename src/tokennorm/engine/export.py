@@ -10,7 +10,6 @@ from torch import nn
 
 from tokennorm.engine.distributed import Runtime, all_ranks_or_none, unwrap_model
 from tokennorm.errors import CheckpointError
-from tokennorm.kit import apply_chunked_token_loss_patch, remove_chunked_token_loss_patch
 
 __all__ = ["SavesPretrained", "export_pretrained"]
 
@@ -49,6 +48,9 @@ def export_pretrained(
 
 
 def _write(model: nn.Module, target: Path, tokenizer: SavesPretrained | None) -> None:
+    # Here, since an engine whose objective needs no patch needs none of it.
+    from tokennorm.kit import apply_chunked_token_loss_patch, remove_chunked_token_loss_patch
+
     temporary = target.with_name(f".partial-{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     remove_chunked_token_loss_patch(model)

@@ -77,15 +77,18 @@ class CausalLMObjective:
         extra = outputs.get("extra_loss")
         # The sum is taken directly on the returned loss: its gradient is then a broadcast scalar, which the
         # operator recognises by its stride, without reading values.
-        return ObjectiveOutput(
-            loss_sum=loss.sum(),
-            extra_terms={} if extra is None else {"router": _router_term(extra, batch["effective_tokens"])},
-        )
+        loss_sum = loss.sum()
+        if extra is None:
+            return ObjectiveOutput(loss_sum=loss_sum)
+        term = _router_term(extra, batch["effective_tokens"], loss_sum)
+        return ObjectiveOutput(loss_sum=loss_sum, extra_terms={"router": term})
 
 
-def _router_term(extra_loss: Tensor, effective_tokens: int) -> LossTerm:
-    # Zero tokens is a case, not a factor: a router loss over no token may be NaN, and 0 * NaN is NaN.
+def _router_term(extra_loss: Tensor, effective_tokens: int, loss_sum: Tensor) -> LossTerm:
+    if effective_tokens == 0:
+        # A case, not a factor: a router loss over no token may be NaN, and 0 * NaN is NaN. The sum of no losses
+        # is a zero that has the whole model in its graph.
+        return LossTerm(numerator=loss_sum * 0.0, denominator=0, weight=1.0)
     # In half precision the product with a token count would lose its last digits, or overflow.
     wide = extra_loss.to(torch.promote_types(extra_loss.dtype, torch.float32))
-    numerator = wide * effective_tokens if effective_tokens else wide.new_zeros(())
-    return LossTerm(numerator=numerator, denominator=effective_tokens, weight=1.0)
+    return LossTerm(numerator=wide * effective_tokens, denominator=effective_tokens, weight=1.0)

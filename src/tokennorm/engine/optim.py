@@ -56,9 +56,7 @@ class OptimConfig:
         )
         _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]")
         _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "zero or a positive number")
-        _require(
-            all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)"
-        )
+        _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)")
         _require(self.eps > 0, "optim.eps", self.eps, "a positive number such as 1e-8")
         _require(
             self.max_grad_norm is None or self.max_grad_norm > 0,

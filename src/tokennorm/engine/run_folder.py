@@ -65,7 +65,9 @@ class RunFolder:
             return f"The run folder {self.path} can't be made: {error}."
         return None
 
-    def describe(self, config: Any, *, facts: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None) -> None:
+    def describe(
+        self, config: Any, *, facts: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None
+    ) -> None:
         """Write what is run: the command, versions, git state and the resolved configuration."""
         if not self.runtime.is_main:
             return

@@ -1,0 +1,259 @@
+"""A resumed run ends with the undisturbed run's weights, bit for bit; a checkpoint of another run is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.toy import ToyLM, ToyWindows, build_engine, weights
+from tokennorm.engine import (
+    CausalLMObjective,
+    CheckpointStore,
+    Engine,
+    LoopConfig,
+    ProgressPrinter,
+    RunFolder,
+    Runtime,
+    checkpoint_files,
+    evaluate,
+    seed_everything,
+    train,
+    unwrap_model,
+    wrap_ddp,
+)
+from tokennorm.errors import CheckpointError, DataError
+from tokennorm.testing import spawn_ranks
+
+STEPS = 12
+IDENTITY = {"model": "toy", "optim": {"lr": 0.05, "betas": (0.9, 0.95)}}
+
+
+class Killed(BaseException):
+    """Nothing in the library catches this."""
+
+
+def start(
+    folder: Path, *, rank: int = 0, world_size: int = 1, resume: bool = False, kill_at: int | None = None
+) -> Any:
+    """A run with dropout, so that the generators matter; optionally one that dies in a step."""
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
+    seed_everything(rank)
+    model = wrap_ddp(ToyLM(dtype=torch.float32, dropout=0.3, seed=1), runtime)
+    engine = build_engine(model, total_steps=STEPS, dp_world_size=world_size)
+    windows = ToyWindows(rank=rank, world_size=world_size, repeat=STEPS // 4)
+    run = RunFolder(folder, runtime=runtime, resume=resume)
+    store = CheckpointStore(run.checkpoints, identity=IDENTITY, runtime=runtime)
+    if resume:
+        windows.load_state_dict(store.restore(engine))
+        run.forget_after(engine.step)
+    objective = CausalLMObjective()
+    calls = 0
+
+    def dying(model: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if kill_at is not None and engine.step == kill_at and calls % 2 == 0:
+            raise Killed
+        return objective(model, batch)
+
+    engine.objective = dying
+    train(
+        engine,
+        windows,
+        total_steps=STEPS,
+        config=LoopConfig(save_every=3, eval_every=5),
+        evaluate=lambda: evaluate(engine.model, objective, ToyWindows().windows[0]),
+        run=run,
+        checkpoints=store,
+    )
+    return engine
+
+
+def fingerprint(engine: Engine) -> dict[str, Any]:
+    return {
+        "weights": weights(unwrap_model(engine.model)).tolist(),
+        "moments": [{k: v.sum().item() for k, v in s.items()} for s in engine.optimizer.state.values()],
+        "lr": engine.optimizer.param_groups[0]["lr"],
+        "step": engine.step,
+        "random": (random.random(), torch.rand(1).item()),
+    }
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize("kill_at", [4, 8])
+def test_resume_is_bitwise(tmp_path: Path, kill_at: int) -> None:
+    undisturbed = fingerprint(start(tmp_path / "whole"))
+    with pytest.raises(Killed):
+        start(tmp_path / "cut", kill_at=kill_at)
+    assert fingerprint(start(tmp_path / "cut", resume=True)) == undisturbed
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    saved = [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()]
+    assert sorted(saved) == ["step-00000009", "step-00000012"]
+
+
+def test_resume_without_the_generators_would_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted mistake: the test above would notice a forgotten random state."""
+    undisturbed = fingerprint(start(tmp_path / "whole"))
+    with pytest.raises(Killed):
+        start(tmp_path / "cut", kill_at=4)
+    monkeypatch.setattr("tokennorm.engine.checkpoint.restore_rng_state", lambda *_: None)
+    assert fingerprint(start(tmp_path / "cut", resume=True))["weights"] != undisturbed["weights"]
+
+
+def run_on_rank(rank: int, world_size: int, folder: str) -> Any:
+    whole = fingerprint(start(Path(folder) / "whole", rank=rank, world_size=world_size))
+    try:
+        # Both ranks die in the same step: what a killed job looks like to its checkpoints.
+        start(Path(folder) / "cut", rank=rank, world_size=world_size, kill_at=7)
+    except Killed:
+        pass
+    resumed = fingerprint(start(Path(folder) / "cut", rank=rank, world_size=world_size, resume=True))
+    return whole, resumed
+
+
+def test_two_ranks_resume_bitwise_and_only_as_two(tmp_path: Path) -> None:
+    results = [result.value for result in spawn_ranks(run_on_rank, 2, str(tmp_path))]
+    for whole, resumed in results:
+        assert whole == resumed
+    assert results[0][0]["weights"] == results[1][0]["weights"]
+    assert results[0][0]["random"] != results[1][0]["random"]
+    store = CheckpointStore(tmp_path / "cut" / "checkpoints", identity=IDENTITY)
+    with pytest.raises(CheckpointError, match="number of ranks: 2 there, 1 here"):
+        store.restore(build_engine(ToyLM(dtype=torch.float32, dropout=0.3)))
+
+
+def saved(tmp_path: Path) -> Path:
+    engine = build_engine(ToyLM(dtype=torch.float32))
+    engine.train_step(ToyWindows().windows[0])
+    return CheckpointStore(tmp_path, identity=IDENTITY).save(engine, loader_state={"place": 1})
+
+
+def refused(tmp_path: Path, engine: Engine, identity: dict[str, Any] = IDENTITY) -> str:
+    before = weights(engine.model)
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointStore(tmp_path, identity=identity).restore(engine)
+    assert torch.equal(weights(engine.model), before), "a refused checkpoint changes nothing"
+    assert engine.step == 0
+    return str(caught.value)
+
+
+def test_another_configuration_is_refused_and_the_difference_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    engine = build_engine(ToyLM(dtype=torch.float32))
+    other = {"model": "toy", "optim": {"lr": 0.1, "betas": (0.9, 0.95)}, "data": "new"}
+    message = refused(tmp_path, engine, other)
+    assert "data: 'nothing' there, 'new' here; optim.lr: 0.05 there, 0.1 here." in message
+    assert "betas" not in message
+
+
+def test_another_model_is_refused_and_the_tensor_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert "embedding.weight: [17, 8] torch.float32 there, [17, 8] torch.float64 here" in refused(
+        tmp_path, build_engine(ToyLM(dtype=torch.float64))
+    )
+    bigger = ToyLM(dtype=torch.float32)
+    bigger.extra = torch.nn.Linear(2, 2)
+    assert "extra.bias: no such tensor there, [2] torch.float32 here" in refused(tmp_path, build_engine(bigger))
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    data = bytearray((path / "optimizer.pt").read_bytes())
+    data[-2000] ^= 1
+    (path / "optimizer.pt").write_bytes(data)
+    assert "optimizer.pt" in refused(tmp_path, build_engine(ToyLM(dtype=torch.float32)))
+
+
+def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
+    assert "no complete checkpoint" in refused(tmp_path, build_engine(ToyLM(dtype=torch.float32)))
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_the_last_checkpoint_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = fingerprint(start(tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        write = checkpoint_files._HashingFile.write
+
+        def full(self: Any, data: Any) -> int:
+            if "step-00000006" in str(self._file.name) and self.bytes > 1000:
+                raise OSError(28, "No space left on device")
+            return write(self, data)
+
+        patch.setattr(checkpoint_files._HashingFile, "write", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device(.|\n)*step-00000003; it is untouched"):
+            start(tmp_path / "cut")
+    assert fingerprint(start(tmp_path / "cut", resume=True)) == undisturbed
+
+
+def test_a_finished_run_resumes_to_nothing_to_do(tmp_path: Path) -> None:
+    done = fingerprint(start(tmp_path))
+    lines = numbers(tmp_path)
+    assert fingerprint(start(tmp_path, resume=True)) == done
+    assert numbers(tmp_path)[: len(lines)] == lines
+
+
+def test_the_loop_prints_evaluates_and_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build_engine(total_steps=8)
+    run = RunFolder(tmp_path)
+    report = train(
+        engine,
+        ToyWindows(repeat=2),
+        total_steps=8,
+        config=LoopConfig(eval_every=4, log_every=3),
+        evaluate=lambda: evaluate(engine.model, engine.objective, ToyWindows().windows[1]),
+        run=run,
+        progress=ProgressPrinter(8),
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "held-out after step 0",
+        "step 1/8",
+        "step 3/8",
+        "held-out after step 4",
+        "step 6/8",
+        "step 8/8",
+        "held-out after step 8",
+    ]
+    assert report is not None
+    assert report.loss is not None
+    assert lines[-1] == f"held-out after step 8  loss {report.loss:.4f}  tok 46/79"
+    records = numbers(tmp_path)
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 9))
+    assert [record["step"] for record in records if "eval_loss" in record] == [0, 4, 8]
+    assert records[0]["eval_loss"] > records[-1]["eval_loss"], "it learns"
+
+
+def test_interrupted_by_the_user(tmp_path: Path) -> None:
+    engine = build_engine(total_steps=8)
+    objective = engine.objective
+
+    def interrupted(model: Any, batch: Any) -> Any:
+        if engine.step == 3:
+            raise KeyboardInterrupt
+        return objective(model, batch)
+
+    engine.objective = interrupted
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(
+        KeyboardInterrupt, match=r"interrupted at step 3/8; the last checkpoint is .*step-00000002"
+    ):
+        train(engine, ToyWindows(repeat=2), total_steps=8, config=LoopConfig(save_every=2), checkpoints=store)
+
+
+def test_data_without_any_supervised_token_is_an_error() -> None:
+    from tests.engine.toy import micro_batch, skipping_kit
+
+    windows = ToyWindows()
+    windows.windows = [[micro_batch(0, 4, seed)] for seed in range(3)]
+    with pytest.raises(DataError, match="No window of the data had a supervised token"):
+        train(build_engine(token_loss_kit=skipping_kit()), windows, total_steps=3)
