@@ -1,0 +1,293 @@
+"""A Hugging Face causal LM that returns the loss of every token, by its own forward.
+
+The model's ``__class__`` and its head's are swapped for subclasses. With labels, the head answers with deferred
+logits (``deferred_logits.py``), the family's forward does to them whatever it does, and its call of
+``self.loss_function`` is answered chunk by chunk (``patch_call.py``, ``patch_head.py``). Without labels nothing is
+changed. No family is known by name: a probe (``patch_probe.py``) compares each model with its unpatched self.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokennorm.errors import PatchError
+from tokennorm.kit.patch_call import OWN_LOSS, ForwardCall, Targets
+from tokennorm.kit.patch_head import DeferringHead, deferring_head_class, reduce_swapped, swap_class
+from tokennorm.kit.patch_output import check_output_class, with_token_losses
+from tokennorm.kit.patch_probe import probe
+from tokennorm.kit.patch_state import STATE_ATTRIBUTE, PatchState, answering
+
+__all__ = ["apply_chunked_token_loss_patch", "remove_chunked_token_loss_patch"]
+
+
+def apply_chunked_token_loss_patch(
+    model: Any, *, chunk_size: int | None = None, output_cls: type | None = None
+) -> Any:
+    """Make a causal LM return the loss of every token, without ever holding all its logits.
+
+    With ``labels`` (shifted by the model) or ``shift_labels`` (used as they are), the outputs have
+
+    - ``loss`` ``[B*S]``, float32 (float64 for a float64 model), in nats: entry ``b*S+s`` is the loss of
+      predicting token ``s+1`` of row ``b``; 0 where that is not supervised;
+    - ``extra_loss``, 0-d: what the family adds to its loss (a router loss, already times its coefficient), or
+      None;
+    - no ``logits``. Call the model without labels for these: then it behaves as if it were not patched.
+
+    The model accepts ``num_supervised=``, the number of supervised targets, which saves an accelerator a
+    synchronisation; and ``num_items_in_batch``, by which nothing is divided. ``ignore_index``,
+    ``logits_to_keep`` and ``return_dict`` mean what they mean to the family. With ``logits_to_keep`` every
+    supervised target must be at a position that is kept.
+
+    Apply it after adapters (PEFT) and before ``fully_shard`` and DDP; a DDP or PEFT wrapper may be given, its
+    model is patched. To compile, compile the base model (``model.model = torch.compile(model.model)``). Applying
+    it again changes the two settings.
+
+    A probe runs the model on 8 tokens, patched and not, and compares the losses and the gradients of head and loss
+    (losses only where parameters are sharded); on the meta device it waits for the first forward with labels.
+
+    Args:
+        model: a model of transformers 5, or something like it: a head and a ``self.loss_function``.
+        chunk_size: rows of logits held at once; by default a memory budget decides.
+        output_cls: ModelOutput dataclass to return, with fields ``loss`` and ``extra_loss``; by default the
+            family's own plus ``extra_loss``.
+
+    Returns:
+        The same ``model``.
+
+    Raises:
+        PatchError: the model never reaches its loss function, has no head, differs from its unpatched self, or is
+            wrapped in a way that hides its forward.
+    """
+    if chunk_size is not None and chunk_size < 1:
+        raise PatchError(f"chunk_size must be at least 1, not {chunk_size}")
+    if output_cls is not None:
+        check_output_class(output_cls)
+    inner = _causal_lm(model)
+    state: PatchState | None = inner.__dict__.get(STATE_ATTRIBUTE)
+    if state is not None:
+        state.chunk_size, state.output_cls = chunk_size, output_cls
+        return model
+    head_name, head = _head_of(inner)
+    inner.__dict__[STATE_ATTRIBUTE] = PatchState(head=head_name, chunk_size=chunk_size, output_cls=output_cls)
+    inner.__class__ = token_loss_class(type(inner))
+    head.__class__ = deferring_head_class(type(head))
+    try:
+        _probe(inner)
+    except BaseException:
+        remove_chunked_token_loss_patch(inner)
+        raise
+    return model
+
+
+def remove_chunked_token_loss_patch(model: Any) -> Any:
+    """Undo :func:`apply_chunked_token_loss_patch`; a model that is not patched stays as it is.
+
+    Args:
+        model: what was given to the patch, or a copy of it.
+
+    Returns:
+        The same ``model``.
+    """
+    inner = _unwrapped(model)
+    state: PatchState | None = inner.__dict__.pop(STATE_ATTRIBUTE, None)
+    if state is None:
+        return model
+    for module in (inner, inner.get_submodule(state.head)):
+        for cls in type(module).__mro__:
+            if cls.__bases__[:1] in ((TokenLossModel,), (DeferringHead,)):
+                swap_class(module, cls, cls.__bases__[1])
+                break
+    return model
+
+
+class TokenLossModel:
+    """Mixin that goes before a family's class. See :func:`token_loss_class`."""
+
+
+@functools.cache
+def token_loss_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that a model of class ``base`` is swapped to.
+
+    It has the family's name (what is saved with a checkpoint) and the signature of the family's forward.
+    """
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, base, args, kwargs)
+
+    def get_loss_function(self: Any) -> Any:
+        call = self.__dict__[STATE_ATTRIBUTE].call
+        return _family_loss(self, base) if call is None else call.loss_function
+
+    def set_loss_function(self: Any, value: Any) -> None:
+        attribute = getattr(base, "loss_function", None)
+        if isinstance(attribute, property):
+            attribute.__set__(self, value)
+        else:
+            self.__dict__["loss_function"] = value
+
+    body = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": lambda self, protocol: reduce_swapped(self, protocol, token_loss_class),
+        # The base model may be compiled; between head and loss there is nothing to gain.
+        "forward": torch.compiler.disable(forward),
+        "loss_function": property(get_loss_function, set_loss_function),
+    }
+    return type(base.__name__, (TokenLossModel, base), body)
+
+
+def _family_loss(model: nn.Module, base: type) -> Any:
+    """The unpatched ``loss_function``: a property of the family, a method, or an attribute of the instance."""
+    own = model.__dict__.get("loss_function")
+    return own if own is not None else getattr(base, "loss_function").__get__(model, type(model))  # noqa: B009
+
+
+@functools.cache
+def _signature(base: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(base.forward)
+
+
+def _forward(model: Any, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward of a patched model."""
+    state: PatchState = model.__dict__[STATE_ATTRIBUTE]
+    num_supervised = kwargs.pop("num_supervised", None)
+    if state.call is not None:
+        # The probe asks for the family's own forward.
+        return base.forward(model, *args, **kwargs)
+    arguments = _by_name(model, base, args, kwargs)
+    if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+        return base.forward(model, *args, **kwargs)
+    if state.probe_due:
+        probe(model, lambda inputs: base.forward(model, **inputs))
+        state.probe_due = False
+    targets = Targets(
+        labels=arguments.get("labels"),
+        shift_labels=arguments.get("shift_labels"),
+        ignore_index=arguments.get("ignore_index", -100),
+        num_supervised=num_supervised,
+        logits_to_keep=0 if arguments.get("logits_to_keep") is None else arguments["logits_to_keep"],
+    )
+    call = ForwardCall(
+        name=type(model).__name__, targets=targets, chunk_size=state.chunk_size, reported=state.reported
+    )
+    as_tuple = not _wants_dict(model, arguments)
+    with answering(model, call):
+        outputs = base.forward(model, **_family_arguments(base, arguments, as_tuple=as_tuple))
+    return with_token_losses(outputs, call.token_losses(), output_cls=state.output_cls, as_tuple=as_tuple)
+
+
+def _by_name(model: Any, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name."""
+    if not args:
+        return dict(kwargs)
+    signature = _signature(base)
+    named = dict(signature.bind_partial(model, *args).arguments)
+    named.pop(next(iter(signature.parameters)))
+    if twice := sorted(named.keys() & kwargs.keys()):
+        raise TypeError(f"{type(model).__name__}.forward() got multiple values for {twice}")
+    return {**named, **kwargs}
+
+
+def _family_arguments(base: Any, arguments: dict[str, Any], *, as_tuple: bool) -> dict[str, Any]:
+    """What the family's forward gets: labels to start its loss, and none of what it can't take."""
+    parameters = _signature(base).parameters
+    takes_any = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters.values())
+    arguments = dict(arguments)
+    # A family that were told would divide by it.
+    arguments.pop("num_items_in_batch", None)
+    if arguments.get("labels") is None:
+        arguments["labels"] = arguments["shift_labels"]
+    for name in ("shift_labels", "ignore_index"):
+        if name not in parameters and not takes_any:
+            # The running call knows them.
+            arguments.pop(name, None)
+    if as_tuple:
+        arguments["return_dict"] = True
+    return arguments
+
+
+def _wants_dict(model: Any, arguments: dict[str, Any]) -> bool:
+    asked = arguments.get("return_dict")
+    return bool(getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside DDP, DataParallel, FSDP1 or PEFT."""
+    while True:
+        if callable(getattr(type(model), "get_base_model", None)):
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "module", None), nn.Module) and not _has_loss_function(model):
+            model = model.module
+        else:
+            return model
+
+
+def _has_loss_function(model: Any) -> bool:
+    return hasattr(type(model), "loss_function") or "loss_function" in vars(model)
+
+
+def _causal_lm(model: Any) -> Any:
+    """The module to patch, or an error that says why there is none."""
+    inner = _unwrapped(model)
+    name = type(inner).__name__
+    if not isinstance(inner, nn.Module):
+        raise PatchError(f"apply_chunked_token_loss_patch needs a torch.nn.Module, not a {name}")
+    if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None:
+        raise PatchError(
+            "the whole model is compiled",
+            why="deferred logits are Python that a compiled forward can't hold.",
+            fix="compile the base model instead: model.model = torch.compile(model.model).",
+        )
+    if not _has_loss_function(inner):
+        raise PatchError(
+            f"{name} has no loss_function",
+            why="that call is where a causal LM of transformers hands its logits over.",
+            fix=OWN_LOSS,
+        )
+    if "forward" in vars(inner):
+        raise PatchError(
+            f"forward of this {name} was replaced on the instance",
+            why="the replacement would hide the patched forward.",
+            fix="apply the patch first, then accelerate's prepare (or whatever replaced it).",
+        )
+    return inner
+
+
+def _head_of(model: Any) -> tuple[str, nn.Module]:
+    """Name and module of the output head."""
+    head = None
+    if callable(getattr(model, "get_output_embeddings", None)):
+        head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    if not isinstance(head, nn.Module):
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        width = getattr(text, "vocab_size", None)
+        wide = [it for it in modules.values() if isinstance(it, nn.Linear) and it.out_features == width]
+        head = wide[-1] if len(wide) == 1 else None
+    name = next((name for name, module in modules.items() if module is head), None)
+    if head is None or name is None:
+        raise PatchError(
+            f"{type(model).__name__} has no single output head: get_output_embeddings() gives "
+            f"{type(head).__name__}",
+            why="its losses are computed from what the head's input is.",
+            fix=OWN_LOSS,
+        )
+    if isinstance(head, DeferringHead):
+        raise PatchError("the head belongs to another patched model", fix="patch only the outermost model.")
+    return name, head
+
+
+def _probe(model: Any) -> None:
+    """Run the probe now, or note that it has to run when there are weights."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.__dict__[STATE_ATTRIBUTE].probe_due = True
+    else:
+        probe(model, lambda inputs: model(**inputs))

@@ -1,0 +1,67 @@
+"""What a patched model carries with it, and how one forward pass is tied to its head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tokennorm.errors import PatchError
+from tokennorm.kit.patch_head import CALL_ATTRIBUTE, DeferringHead
+
+__all__ = ["STATE_ATTRIBUTE", "PatchState", "answering", "patched_head"]
+
+STATE_ATTRIBUTE = "_tokennorm_patch"
+
+
+@dataclass(kw_only=True)
+class PatchState:
+    """Kept in the model's ``__dict__``, so a copy of the model has a copy of it.
+
+    Attributes:
+        head: name of the head among the model's modules.
+        chunk_size, output_cls: as given to the patch.
+        probe_due: whether the probe still has to run, at the first forward with labels.
+        call: answers head and loss function while a forward runs; None otherwise.
+        reported: operations already logged as making the logits real.
+    """
+
+    head: str
+    chunk_size: int | None
+    output_cls: type | None
+    probe_due: bool = False
+    call: Any = None
+    reported: set[str] = field(default_factory=set)
+
+
+def patched_head(model: nn.Module, state: PatchState) -> DeferringHead:
+    """The head that answers with deferred logits.
+
+    Raises:
+        PatchError: it was replaced since.
+    """
+    head = model.get_submodule(state.head)
+    if not isinstance(head, DeferringHead):
+        raise PatchError(
+            f"the head {state.head!r} of {type(model).__name__} was replaced after the patch, by a "
+            f"{type(head).__name__}",
+            why="the loss would be computed by another module than the one that was checked.",
+            fix="remove_chunked_token_loss_patch(model) and apply it again, after adapters and resizing.",
+        )
+    return head
+
+
+@contextmanager
+def answering(model: nn.Module, call: Any) -> Iterator[None]:
+    """Let ``call`` answer the model's head and loss function."""
+    state: PatchState = model.__dict__[STATE_ATTRIBUTE]
+    head = patched_head(model, state)
+    state.call = head.__dict__[CALL_ATTRIBUTE] = call
+    try:
+        yield
+    finally:
+        state.call = None
+        head.__dict__.pop(CALL_ATTRIBUTE, None)
