@@ -82,8 +82,11 @@ def read_microbatch(
     for name, term in sorted((extra_terms or {}).items()):
         if name == "loss":
             raise KitUsageError('an extra term is named "loss"', fix='"loss" is loss_sum itself: rename the term.')
-        if term.weight != 0:
-            _check_loss(term.numerator, f"the numerator of the extra term {name!r}", device)
+        # A term over no token may be a constant 0: some losses have no value there, and nothing is lost.
+        needs_graph = term.weight != 0 and not (
+            isinstance(term.denominator, int | float) and term.denominator == 0
+        )
+        _check_loss(term.numerator, f"the numerator of the extra term {name!r}", device, needs_graph=needs_graph)
         terms[name] = LossTerm(
             numerator=_at_least_float32(term.numerator),
             denominator=read_count(term.denominator, f"the denominator of the extra term {name!r}", device),
@@ -92,7 +95,7 @@ def read_microbatch(
     return MicroBatch(loss_sum=_at_least_float32(loss_sum), effective=effective, total=total, terms=terms)
 
 
-def _check_loss(value: object, name: str, device: torch.device) -> None:
+def _check_loss(value: object, name: str, device: torch.device, *, needs_graph: bool = True) -> None:
     if not isinstance(value, Tensor):
         raise KitUsageError(f"{name} is a {type(value).__name__}, not a tensor", fix='pass outputs["loss"].sum().')
     if value.dim() != 0 or not value.is_floating_point():
@@ -101,7 +104,7 @@ def _check_loss(value: object, name: str, device: torch.device) -> None:
             why="a window adds up sums; the mean is taken once, over all ranks and micro-batches.",
             fix='pass the sum of the per-token losses: outputs["loss"].sum().',
         )
-    if torch.is_grad_enabled() and not value.requires_grad:
+    if needs_graph and torch.is_grad_enabled() and not value.requires_grad:
         raise KitUsageError(
             f"{name} has no graph although gradients are enabled",
             why="backward would give this micro-batch's tokens no gradient, while they are counted.",

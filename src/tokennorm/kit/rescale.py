@@ -41,7 +41,7 @@ def _scale_group(gradients: list[Tensor], scale: Tensor) -> None:
     first = gradients[0]
     real = first.dtype.to_real() if first.dtype.is_complex else first.dtype
     is_half = real.itemsize < 4
-    factor = scale.to(device=first.device, dtype=torch.float32 if is_half else real, non_blocking=True)
+    factor = scale.to(device=first.device, dtype=torch.float32 if is_half else real)
     if is_half:
         for gradient in gradients:
             gradient.copy_(gradient.to(torch.float32).mul_(factor))
