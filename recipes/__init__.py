@@ -1,0 +1,1 @@
+"""Ready-made training runs: each folder is one, ``common`` is what they share."""
