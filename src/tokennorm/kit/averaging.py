@@ -75,21 +75,16 @@ def measure_averaging(
     if not parameters:
         raise KitUsageError("the model has no trainable parameter", fix="measure after unfreezing; " + _DECLARE)
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    mark = _mark(rank, ranks)
+    # Rank 0 weighs as much as all others together and one more: any group without it sums to something else, so
+    # ranks that are never reduced with each other can't look alike. The marks sum to 2 * ranks, and average to
+    # 2, exactly in every dtype.
+    mark = ranks + 1.0 if rank == 0 else 1.0
     with _kept_gradients(list(parameters.values())), torch.enable_grad():
         with _probing_forwards(wrapped_model, mark):
             loss = wrapped_model()
             (backward or Tensor.backward)(loss)
         lowest, highest = _observed(parameters, group)
-    # The marks average to exactly 1, so their sum is the number of ranks.
-    return _one_factor(list(parameters), lowest, highest, true_sum=float(ranks))
-
-
-def _mark(rank: int, ranks: int) -> float:
-    """0.5, 1.5, 0.5, 1.5, ... with a last odd one of 1: exact in every dtype, and they average to exactly 1."""
-    if ranks % 2 == 1 and rank == ranks - 1:
-        return 1.0
-    return 0.5 if rank % 2 == 0 else 1.5
+    return _one_factor(list(parameters), lowest, highest, true_sum=2.0 * ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ _SYNCHRONISING = frozenset(
         "_local_scalar_dense",  # .item(), float(), int(), bool(), if, tolist of an accelerator tensor
         "is_nonzero",
         "equal",
+        "allclose",
         "nonzero",
         "nonzero_numpy",
         "argwhere",
