@@ -200,6 +200,16 @@ def divisors(rank: int, ranks: int) -> list[tuple[float, int | float]]:
     return found
 
 
+def half_precision_shards(rank: int, ranks: int) -> list[bool]:
+    """bfloat16 DTensor gradients: the exact product, rounded once."""
+    kit, model = TokenNormedLossKit("cpu", ranks), fsdp(ToyLM(torch.bfloat16))
+    run_window(kit, model, share(WINDOWS[0], rank, ranks))
+    stats, before = kit.reduce_window(), gradients(model)
+    kit.rescale_gradients(model.parameters(), stats)
+    exact = [(gradient * stats.gradient_scale).bfloat16().double() for gradient in before]
+    return [torch.equal(a, b) for a, b in zip(gradients(model), exact, strict=True)]
+
+
 def everything(rank: int, ranks: int) -> dict[str, Any]:
     errors = {
         (name, str(dtype), mode): train_windows(rank, ranks, wrap, dtype, mode)
@@ -214,6 +224,7 @@ def everything(rank: int, ranks: int) -> dict[str, Any]:
         "disagreements": disagreements(rank, ranks),
         "empty": empty_windows(rank, ranks),
         "divisors": divisors(rank, ranks),
+        "half": half_precision_shards(rank, ranks),
     }
 
 
@@ -278,3 +289,7 @@ def test_empty_windows_are_the_same_on_all_ranks(found: list[dict[str, Any]]) ->
 def test_the_default_divisor_does_not_depend_on_the_rank(found: list[dict[str, Any]]) -> None:
     # 58 tokens over two ranks: 29 each, hence 32, although one rank had 33 and the other 25.
     assert [rank["divisors"] for rank in found] == [[(1024, 58), (32, 63)]] * 2
+
+
+def test_half_precision_shards_are_rounded_once(found: list[dict[str, Any]]) -> None:
+    assert [rank["half"] for rank in found] == [[True] * 4] * 2

@@ -24,6 +24,7 @@ from tokennorm.kit.groups import counting_ranks
 from tokennorm.kit.microbatch import read_microbatch
 from tokennorm.kit.normalisation import Counted, next_default_divisor
 from tokennorm.kit.open_window import CALL_ORDER, OpenWindow
+from tokennorm.kit.patch import apply_chunked_token_loss_patch
 from tokennorm.kit.rescale import scale_gradients
 from tokennorm.kit.stats import EmptyWindow, TokenLossStats, WindowFacts
 from tokennorm.kit.window import Slot, TermSlot, WindowSums
@@ -114,8 +115,6 @@ class TokenNormedLossKit:
         The kit also notices when the patched model adds a nonzero loss of its own (``outputs.extra_loss``) in a
         micro-batch that is then accumulated without any extra term.
         """
-        from tokennorm.kit.patch import apply_chunked_token_loss_patch
-
         patched = apply_chunked_token_loss_patch(model, **options)
         self._watch.watch(patched)
         return patched
