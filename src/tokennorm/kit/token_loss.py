@@ -55,7 +55,7 @@ class TokenNormedLossKit:
 
     No call waits for the device, except on a device without float64 (MPS): there the sums live on the CPU, and
     each micro-batch costs one copy. Nothing of the kit needs to be in a checkpoint: between windows it keeps only
-    its next divisor, a power of two, which rounds nothing.
+    its next divisor, a power of two, which rounds nothing (fp16: as long as gradients stay in range).
 
     Args:
         device: where the losses are. The window's message is reduced there, so it must fit the group's backend.
