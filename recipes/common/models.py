@@ -104,7 +104,7 @@ def _locate(path_or_name: str | os.PathLike[str]) -> str:
         return str(folder)
     if text in EMBEDDED_MODELS:
         return str(fetch(text))
-    looks_like_a_path = text.startswith(("/", ".", "~")) or text.count("/") != 1 or folder.exists()
+    looks_like_a_path = text.startswith(("/", ".", "~")) or text.count("/") > 1 or folder.exists()
     if looks_like_a_path:
         kind = "a file, not a folder" if folder.exists() else "not there"
         raise ConfigError(
