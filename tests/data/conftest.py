@@ -90,6 +90,14 @@ TEMPLATES = {
         "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
+    # The generation prompt opens a thought, which the last turn closes and earlier ones do not have.
+    "opens-thought": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+        "{% set parts = m.content.split('</think>') %}"
+        "{{ '<think>\n' + (parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '') }}"
+        "{{ '\n</think>\n\n' + parts[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    ),
     # The generation prompt opens a thought that past turns do not have.
     "thought-in-prompt": CHATML.replace(
         "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"

@@ -119,6 +119,15 @@ def test_reasoning_of_the_last_turn_is_supervised_and_lost_reasoning_is_refused(
         ChatEncoder(tokenizer).encode(lost)
 
 
+def test_a_thought_that_the_prompt_opens_is_supervised_from_there(make_tokenizer):
+    tokenizer = make_tokenizer("opens-thought")
+    conversation = chat(("user", "q"), ("assistant", "<think>\nHello there\n</think>\n\nParis"))
+    assert supervised_texts(tokenizer, conversation) == ["Hello there\n</think>\n\nParis<|im_end|>"]
+    earlier = chat(*(("user", "q"), ("assistant", "dog")) * 2)
+    with pytest.raises(DataError, match=r"message 1 \(assistant\).*generation prompt, which ends in .*<think>"):
+        ChatEncoder(tokenizer).encode(earlier)
+
+
 @pytest.mark.parametrize(
     ("template", "roles", "message"),
     [

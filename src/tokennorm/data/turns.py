@@ -94,28 +94,34 @@ def _locate(
 ) -> Turn:
     marked: Message = {**messages[i], "content": MARKER}
     before, after = _around_marker(render([*messages[:i], marked, *messages[i + 1 :]]), i, source)
-    if not text.endswith(after) or len(text) < len(after):
+    if not text.endswith(after):
         raise _unmarkable(i, source, "the text that follows it depends on what it says")
     content_end = len(text) - len(after)
 
+    history = render(messages[:i]) if i else ""
     prompt = render(messages[:i], add_generation_prompt=True) if i else ""
-    if i and text.startswith(prompt) and prompt != render(messages[:i]):
+    if prompt != history and text.startswith(prompt):
         start = len(prompt)
-    elif text.startswith(before) and (i == 0 or before.startswith(prompt)):
+    elif text.startswith(before) and before.startswith(prompt):
         # No generation prompt to go by: nothing comes before the turn, or the template ignores the flag
         # ("[INST] question [/INST]" is prompt enough). The turn begins at its content.
         start = len(before)
-    elif not i or not text.startswith(render(messages[:i])):
-        raise _unmarkable(i, source, "the messages before it are rendered differently once it follows them")
-    else:
+    elif text.startswith(history) and prompt != history:
         raise _unmarkable(
-            i, source, f"it does not begin with the generation prompt, which ends in {prompt[-40:]!r}"
+            i,
+            source,
+            f"it does not begin with the generation prompt, which ends in {prompt[len(history) :][-40:]!r}",
+            fix="give the tokenizer a chat template whose assistant turns begin with its generation prompt; where "
+            "the prompt opens a reasoning part, an option of the template may switch that off",
         )
+    else:
+        raise _unmarkable(i, source, "the messages before it are rendered differently once it follows them")
     if start > content_end:
         raise _unmarkable(i, source, "the generation prompt reaches beyond it")
 
-    # The content has to be in its own turn, not only somewhere in the chat.
-    begin = min(start, len(before)) if text.startswith(before) else start
+    # The content has to be in its own turn, not only somewhere in the chat. Its beginning may be part of the
+    # generation prompt (an opened thought).
+    begin = len(history) if text.startswith(history) else start
     if _squeezed(messages[i]["content"]) not in _squeezed(text[begin:content_end]):
         raise _lost(i, messages[i], source)
 
@@ -146,11 +152,12 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _unmarkable(i: int, source: str, reason: str) -> DataError:
+def _unmarkable(i: int, source: str, reason: str, fix: str | None = None) -> DataError:
     return DataError(
         f"{source}: can't tell which tokens of message {i} (assistant) the model writes: {reason}",
         why="a wrong loss mask trains on the prompt, or not on the answer, and nothing would show it",
-        fix="split the chat so that this turn is the last of its own row, or give the tokenizer a chat template "
+        fix=fix
+        or "split the chat so that this turn is the last of its own row, or give the tokenizer a chat template "
         "that renders earlier messages the same way whatever follows",
     )
 
