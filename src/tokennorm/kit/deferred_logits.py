@@ -71,6 +71,26 @@ class _Storage:
         self.version = 0
 
 
+class _Tripwire(torch.autograd.Function):
+    """Gives deferred logits a place in the graph where a gradient that reaches it raises instead of vanishing."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Tensor, cls: type, shape: Any, dtype: torch.dtype, source: HeadCall) -> Any:
+        del ctx, wire
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, shape, dtype=dtype, device=source.hidden.device
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        del ctx, upstream
+        raise PatchError(
+            "a gradient reached logits that were never computed",
+            why="it would not arrive at the head and the model.",
+            fix="switch off the fused or custom autograd function that the model applies to its logits.",
+        )
+
+
 class DeferredLogits(torch.Tensor):
     """Logits ``[..., V]`` that exist only as a :class:`HeadCall` and a :class:`Recording`.
 
@@ -91,11 +111,9 @@ class DeferredLogits(torch.Tensor):
     def __new__(cls, source: HeadCall, recording: Recording, storage: _Storage):
         """A tensor without storage, of the shape that the logits would have."""
         leading = recording.rows_of(source.hidden.detach()[..., :1]).shape[:-1]
-        logits = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls,
-            (*leading, recording.last - recording.first),
-            dtype=recording.dtype,
-            device=source.hidden.device,
+        shape = (*leading, recording.last - recording.first)
+        logits = _Tripwire.apply(
+            torch.zeros((), requires_grad=source.gradients), cls, shape, recording.dtype, source
         )
         logits.source, logits.recording, logits.materialised = source, recording, None
         logits.memory, logits.version_seen = storage, storage.version
@@ -165,7 +183,7 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types, args, kwargs
-        # A custom autograd function would get here with a tensor that has no graph: its gradient would vanish.
+        # This tensor has no graph of its own: what is computed from it here would have no gradient.
         raise PatchError(
             f"{func} reached the logits below the layer that records what is done to them",
             why="the gradient of the head would be lost.",
@@ -195,6 +213,12 @@ def _on_real_logits(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation that can't be recorded on the real logits."""
     name = _name(func)
     target = args[0] if args and isinstance(args[0], DeferredLogits) else None
+    if name in _RAW_MEMORY:
+        raise PatchError(
+            f"the model asks for the memory of its logits ({name})",
+            why="what a kernel computes from it has no gradient.",
+            fix="switch off the fused kernel that the model applies to its logits.",
+        )
     if name == "__set__" or any(isinstance(out, DeferredLogits) for out in pytree.tree_leaves(kwargs.get("out"))):
         raise PatchError(
             f"the model writes to its logits by {name if name == '__set__' else f'{name}(out=...)'}",
@@ -202,7 +226,8 @@ def _on_real_logits(func: Any, args: Any, kwargs: Any) -> Any:
         )
     if target is not None and _writes_in_place(name):
         # The head's output may still be read by another recording: write to a copy.
-        target.materialised = target.materialise(name).clone()
+        with torch.set_grad_enabled(target.source.gradients):
+            target.materialised = target.materialise(name).clone()
         target.wrote()
     real_args, real_kwargs = pytree.tree_map_only(DeferredLogits, lambda it: it.materialise(name), (args, kwargs))
     result = func(*real_args, **real_kwargs)
@@ -220,6 +245,8 @@ def _writes_in_place(name: str) -> bool:
         )
     return name.endswith("_")
 
+
+_RAW_MEMORY = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__")
 
 _QUERIES: set[Any] = {
     *(
