@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokennorm.errors import EmptyWindowError
+from tokennorm.errors import EmptyWindowError, LabelError
 from tokennorm.kit import TokenLossStats, TokenNormedLossKit
 from tokennorm.kit.window import Slot, agreed, fingerprint
-from tokennorm.loss import LossTerm, RatioSum
+from tokennorm.loss import LossTerm, RatioSum, label_checks, linear_cross_entropy
 from tokennorm.testing import RefuseHostSync
 
 
@@ -95,3 +95,13 @@ def test_agreement_sees_every_difference() -> None:
     assert agreed(message(), Slot.SETUP_AGREEMENT)
     assert not agreed(message(*many, ("deferred", ("routers",))), Slot.SETUP_AGREEMENT)
     assert not agreed(message(8.0, 8.000000001), Slot.SETUP_AGREEMENT)
+
+
+def test_a_label_found_bad_on_the_device_is_raised_when_the_window_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(label_checks, "defers", lambda device: True)
+    linear_cross_entropy(torch.randn(2, 4), torch.randn(5, 4), torch.tensor([1, 7]), num_supervised=2)
+    stats = reduced(TokenNormedLossKit("cpu", 1))
+    with pytest.raises(LabelError, match="label 7 at row 1"):
+        _ = stats.mean_loss

@@ -75,9 +75,7 @@ class ToyLM(nn.Module):
 
     def forward(self, batch: Micro) -> tuple[Tensor, Tensor]:
         hidden = torch.tanh(self.mix(self.embed(batch.ids)))
-        losses = nn.functional.cross_entropy(
-            self.head(hidden), batch.labels, ignore_index=-100, reduction="none"
-        )
+        losses = nn.functional.cross_entropy(self.head(hidden), batch.labels, ignore_index=-100, reduction="none")
         return losses, hidden.pow(2).sum()
 
 

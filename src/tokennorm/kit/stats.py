@@ -12,6 +12,7 @@ from torch import Tensor
 from tokennorm.errors import EmptyWindowError, KitUsageError, TokenNormError
 from tokennorm.kit.counts import LARGEST_EXACT_COUNT
 from tokennorm.kit.window import TERM_WIDTH, Slot, TermSlot, agreed
+from tokennorm.loss.label_checks import raise_pending_label_errors
 from tokennorm.loss.terms import RatioSum
 
 __all__ = ["EmptyWindow", "TokenLossStats", "WindowFacts"]
@@ -137,10 +138,13 @@ class TokenLossStats:
         Raises:
             KitUsageError: ranks disagree, or counts contradict each other.
             EmptyWindowError: no supervised token, with ``empty_window="raise"``.
+            LabelError: this rank's loss had a label outside the vocabulary.
         """
         if self._values is None and self._error is None:
             values = self._message.tolist()
             try:
+                # Labels that an accelerator found to be outside the vocabulary wait for this moment.
+                raise_pending_label_errors()
                 _check(values, self._facts)
                 self._values = values
             except TokenNormError as error:
