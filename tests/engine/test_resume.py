@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -111,11 +112,9 @@ def test_resume_without_the_generators_would_differ(tmp_path: Path, monkeypatch:
 
 def run_on_rank(rank: int, world_size: int, folder: str) -> Any:
     whole = fingerprint(start(Path(folder) / "whole", rank=rank, world_size=world_size))
-    try:
-        # Both ranks die in the same step: what a killed job looks like to its checkpoints.
+    # Both ranks die in the same step: what a killed job looks like to its checkpoints.
+    with contextlib.suppress(Killed):
         start(Path(folder) / "cut", rank=rank, world_size=world_size, kill_at=7)
-    except Killed:
-        pass
     resumed = fingerprint(start(Path(folder) / "cut", rank=rank, world_size=world_size, resume=True))
     return whole, resumed
 
@@ -224,9 +223,20 @@ def test_the_loop_prints_evaluates_and_logs(tmp_path: Path, capsys: pytest.Captu
         "step 8/8",
         "held-out after step 8",
     ]
-    assert report is not None
-    assert report.loss is not None
-    assert lines[-1] == f"held-out after step 8  loss {report.loss:.4f}  tok 46/79"
+    assert report.before is not None
+    assert report.after is not None
+    assert report.after.loss is not None
+    assert lines[0] == f"held-out after step 0  loss {report.before.loss:.4f}  tok 46/79"
+    assert lines[-1] == f"held-out after step 8  loss {report.after.loss:.4f}  tok 46/79"
+    tokens = [
+        batch[name] for name in ("effective_tokens", "total_tokens") for w in ToyWindows().windows for batch in w
+    ]
+    half = len(tokens) // 2
+    assert (report.steps, report.effective_tokens, report.total_tokens) == (
+        8,
+        2 * sum(tokens[:half]),
+        2 * sum(tokens[half:]),
+    )
     records = numbers(tmp_path)
     assert [record["step"] for record in records if "loss" in record] == list(range(1, 9))
     assert [record["step"] for record in records if "eval_loss" in record] == [0, 4, 8]

@@ -36,11 +36,14 @@ class ToyLM(nn.Module):
         shift_labels: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        num_supervised: int | None = None,
         use_cache: bool = False,
     ) -> dict[str, Tensor | None]:
         hidden = self.embedding(input_ids)
         hidden = self.norm(self.dropout(torch.tanh(self.mix(hidden.cumsum(1)))) + hidden)
-        loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, shift_labels.flatten())
+        loss = linear_cross_entropy(
+            hidden.flatten(0, 1), self.head.weight, shift_labels.flatten(), num_supervised=num_supervised
+        )
         assert isinstance(loss, Tensor)
         extra = self.router * hidden.softmax(-1).mean((0, 1)).square().sum() if self.router else None
         return {"loss": loss, "extra_loss": extra}

@@ -14,7 +14,7 @@ from tokennorm.engine.distributed import (
 from tokennorm.engine.engine import Engine, StepReport
 from tokennorm.engine.evaluate import EvalReport, evaluate, move_to_device
 from tokennorm.engine.export import export_pretrained
-from tokennorm.engine.loop import LoopConfig, WindowSource, train
+from tokennorm.engine.loop import LoopConfig, TrainReport, WindowSource, train
 from tokennorm.engine.objective import Batch, CausalLMObjective, Objective, ObjectiveOutput
 from tokennorm.engine.optim import OptimConfig, build_optimizer, build_scheduler, learning_rate_factor
 from tokennorm.engine.progress import ProgressPrinter, format_step_line
@@ -36,6 +36,7 @@ __all__ = [
     "RunFolder",
     "Runtime",
     "StepReport",
+    "TrainReport",
     "WindowSource",
     "broadcast_from_main",
     "build_optimizer",

@@ -142,7 +142,7 @@ class CheckpointStore:
         raise CheckpointError(
             f"The checkpoint {path} belongs to another run: " + "; ".join(shown) + ".",
             why="Resuming continues exactly the run that was saved; with other settings it would be neither run.",
-            fix="Resume with the saved settings (config.json in the run folder), or start a new run from its export.",
+            fix="Resume with the settings in the run folder's config.json, or start a new run from its export.",
         )
 
 

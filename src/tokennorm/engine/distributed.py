@@ -30,6 +30,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
+
 # How a collective fails when the other side is gone (gloo's words; NCCL raises DistBackendError).
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 
@@ -61,7 +63,7 @@ class Runtime:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
     group: dist.ProcessGroup | None = None
 
     @property
@@ -91,8 +93,8 @@ def distributed_session(config: DistributedConfig | None = None) -> Iterator[Run
             _abort(runtime)
         if runtime.world_size > 1 and _peer_is_gone(error):
             raise DistributedError(
-                f"Rank {runtime.rank} of {runtime.world_size} stopped: a collective failed because another rank is "
-                "gone or stuck.",
+                f"Rank {runtime.rank} of {runtime.world_size} stopped: a collective failed because another rank "
+                "is gone or stuck.",
                 why="Ranks work in step; one that ends takes all others with it.",
                 fix="Look for the traceback of the other rank: that one is the cause.",
             ) from error

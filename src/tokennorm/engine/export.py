@@ -31,8 +31,8 @@ def export_pretrained(
 ) -> Path:
     """Write model, configuration and tokenizer as a Hugging Face folder, on rank 0.
 
-    The folder appears complete or not at all; one that exists is replaced. The patch is off while the model is
-    saved and on again afterwards.
+    The folder appears complete or not at all; one that exists is replaced. A patched model saves itself under
+    its family's name, so the patch may stay on.
 
     Raises:
         CheckpointError: it could not be written.
@@ -48,12 +48,8 @@ def export_pretrained(
 
 
 def _write(model: nn.Module, target: Path, tokenizer: SavesPretrained | None) -> None:
-    # Here, since an engine whose objective needs no patch needs none of it.
-    from tokennorm.kit import apply_chunked_token_loss_patch, remove_chunked_token_loss_patch
-
     temporary = target.with_name(f".partial-{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    remove_chunked_token_loss_patch(model)
     try:
         temporary.mkdir(parents=True)
         model.save_pretrained(str(temporary))  # type: ignore[operator]
@@ -68,5 +64,3 @@ def _write(model: nn.Module, target: Path, tokenizer: SavesPretrained | None) ->
             f"The model could not be exported to {target}: {error}.",
             fix="Free some space; the weights are also in the run's last checkpoint.",
         ) from error
-    finally:
-        apply_chunked_token_loss_patch(model)

@@ -14,7 +14,7 @@ from tokennorm.engine.progress import ProgressPrinter
 from tokennorm.engine.run_folder import RunFolder
 from tokennorm.errors import ConfigError, DataError
 
-__all__ = ["LoopConfig", "WindowSource", "train"]
+__all__ = ["LoopConfig", "TrainReport", "WindowSource", "train"]
 
 
 class WindowSource(Protocol):
@@ -56,6 +56,25 @@ class LoopConfig:
                 raise ConfigError(f"loop.{name} is {getattr(self, name)}.", fix=f"Give {least} or more.")
 
 
+@dataclass(kw_only=True)
+class TrainReport:
+    """What a call of :func:`train` did.
+
+    Attributes:
+        before: evaluation before the first step; None without one, or when the run was resumed.
+        after: evaluation after the last step.
+        steps: optimizer steps of this call.
+        effective_tokens: supervised tokens that it trained on, over all ranks.
+        total_tokens: all tokens that the model read for that, without padding.
+    """
+
+    before: EvalReport | None = None
+    after: EvalReport | None = None
+    steps: int = 0
+    effective_tokens: float = 0
+    total_tokens: float = 0
+
+
 def train(
     engine: Engine,
     windows: WindowSource,
@@ -66,7 +85,7 @@ def train(
     run: RunFolder | None = None,
     checkpoints: CheckpointStore | None = None,
     progress: ProgressPrinter | None = None,
-) -> EvalReport | None:
+) -> TrainReport:
     """Train until ``total_steps`` optimizer steps are done or the windows run out.
 
     Args:
@@ -79,9 +98,6 @@ def train(
         checkpoints: where states are saved.
         progress: prints the lines.
 
-    Returns:
-        The last evaluation, if there is any.
-
     Raises:
         DataError: the windows ran out before any optimizer step of a run that had not begun.
     """
@@ -89,15 +105,19 @@ def train(
     progress = progress or ProgressPrinter(total_steps, enabled=False)
     held_out = _Evaluator(engine, evaluate, run, progress)
     start = engine.step
+    summary = TrainReport()
     try:
         if start == 0:
-            held_out()
+            summary.before = held_out()
         progress.pause()
         for window in windows if start < total_steps else ():
             report = engine.train_step(window)
             _log(report, run, progress, config, total_steps)
+            summary.total_tokens += report.total_tokens
             if report.skipped is not None:
                 continue
+            summary.steps += 1
+            summary.effective_tokens += report.effective_tokens
             if engine.step == total_steps:
                 break
             if config.eval_every and engine.step % config.eval_every == 0:
@@ -111,14 +131,14 @@ def train(
                 why="Nothing was trained.",
                 fix="Check that the chats have assistant turns, and that they survive truncation.",
             )
-        held_out()
+        summary.after = held_out()
         if checkpoints is not None and engine.step > start:
             checkpoints.save(engine, loader_state=windows.state_dict())
     except KeyboardInterrupt:
         latest = None if checkpoints is None else checkpoints.latest()
         saved = f"the last checkpoint is {latest}" if latest else "nothing was saved"
         raise KeyboardInterrupt(f"interrupted at step {engine.step}/{total_steps}; {saved}") from None
-    return held_out.last
+    return summary
 
 
 class _Evaluator:
@@ -132,12 +152,11 @@ class _Evaluator:
         progress: ProgressPrinter,
     ) -> None:
         self._engine, self._evaluate, self._run, self._progress = engine, evaluate, run, progress
-        self.last: EvalReport | None = None
 
-    def __call__(self) -> None:
+    def __call__(self) -> EvalReport | None:
         if self._evaluate is None:
-            return
-        self.last = report = self._evaluate()
+            return None
+        report = self._evaluate()
         loss = "no supervised token" if report.loss is None else f"loss {report.loss:.4f}"
         self._progress.say(
             f"held-out after step {self._engine.step}  {loss}  "
@@ -153,6 +172,7 @@ class _Evaluator:
                     **{f"eval_{name}": value for name, value in report.metrics.items()},
                 }
             )
+        return report
 
 
 def _save(engine: Engine, windows: WindowSource, checkpoints: CheckpointStore | None) -> None:

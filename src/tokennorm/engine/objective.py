@@ -65,7 +65,8 @@ class CausalLMObjective:
             PatchError: the model returned anything but one loss per position.
         """
         inputs = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
-        outputs = model(**inputs, **self.model_kwargs)
+        # The host knows the count: with it, the loss finds the supervised rows without asking the device.
+        outputs = model(**inputs, num_supervised=batch["effective_tokens"], **self.model_kwargs)
         loss: Tensor | None = outputs["loss"]
         if loss is None or loss.numel() != batch["shift_labels"].numel():
             raise PatchError(

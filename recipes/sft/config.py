@@ -1,0 +1,156 @@
+"""The configuration of a fine-tuning run. A configuration is a function that returns one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
+from tokennorm.errors import ConfigError
+
+__all__ = ["DataConfig", "ModelConfig", "RunConfig", "SftConfig", "TrainConfig", "default", "demo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model that learns."""
+
+    path: str = "smollm2-135m"
+    """A folder in Hugging Face format, an id of the hub (owner/name), or smollm2-135m, the embedded model."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Data type of weights, gradients and optimizer state. Sums of losses are float64 in any case."""
+    chunk_size: int | None = None
+    """Rows of logits held at once; by default a memory budget decides. Changes memory, not results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Chats, and how they become windows. A window is one optimizer step, over all ranks together."""
+
+    path: str = "pydoc"
+    """A JSONL file with one {"messages": [...]} per line, or pydoc, the embedded question-answer set."""
+    eval_path: str | None = None
+    """A JSONL file to evaluate on; by default pydoc's own held-out part, or a fraction of the file."""
+    eval_fraction: float = 0.05
+    """Part of the JSONL file that is held out when there is no eval_path; 0: no evaluation."""
+    eval_tokens: int | None = 20_000
+    """Evaluate on at least so many supervised tokens of the held-out part, drawn once; none: on all."""
+    eval_batch_size: int = 4
+    """Rows of an evaluation batch."""
+    max_length: int = 1024
+    """Tokens kept of a chat."""
+    packing: bool = True
+    """Put several chats into one row, isolated from each other; off: one chat per row, padded."""
+    pack_length: int | None = None
+    """Tokens of a packed row; by default max_length."""
+    micro_batch_size: int = 1
+    """Rows of a micro-batch: what one forward pass of one rank sees."""
+    micro_batches_per_window: int = 16
+    """Micro-batches of one optimizer step, of all ranks together: more ranks take fewer each."""
+    shuffle: bool = True
+    """Train in a new order in each epoch."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "micro_batches_per_window", "eval_batch_size"):
+            _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "1 or more")
+        _require(self.max_length >= 2, "data.max_length", self.max_length, "2 or more")
+        _require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "a number in [0, 1)")
+        tokens = self.eval_tokens
+        _require(tokens is None or tokens >= 1, "data.eval_tokens", tokens, "1 or more, or none for all")
+        pack_length = self.pack_length
+        _require(
+            pack_length is None or (self.packing and pack_length >= self.max_length),
+            "data.pack_length",
+            pack_length,
+            f"at least max_length ({self.max_length}), and leave packing on",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long to train."""
+
+    epochs: int = 1
+    """Passes over the data."""
+    max_steps: int | None = None
+    """Stop after so many optimizer steps; the learning rate is scheduled for them."""
+    seed: int = 0
+    """Seed of the order of the data and of dropout."""
+    empty_window: Literal["raise", "skip"] = "raise"
+    """What a window without any supervised token does: stop with an error, or move nothing and go on."""
+
+    def __post_init__(self) -> None:
+        _require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")
+        _require(
+            self.max_steps is None or self.max_steps >= 1, "train.max_steps", self.max_steps, "1 or more, or none"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run folder, and what is left at the end."""
+
+    dir: str | None = None
+    """Folder for the configuration, metrics.jsonl, checkpoints and export; by default runs/sft-DATE-TIME."""
+    resume: bool = False
+    """Go on from the newest checkpoint in run.dir (from the beginning if there is none yet)."""
+    checkpoints: bool = True
+    """Save checkpoints, at the end and at loop.save_every."""
+    export: bool = True
+    """Write the trained model as a folder that from_pretrained loads."""
+    question: str | None = None
+    """Let the model answer this before and after training (greedy)."""
+    answer_tokens: int = 60
+    """Length of these answers."""
+
+    def __post_init__(self) -> None:
+        if self.resume and self.dir is None:
+            raise ConfigError(
+                "run.resume is on, but run.dir does not say which run.", fix="Add --run.dir runs/NAME."
+            )
+        _require(self.answer_tokens >= 1, "run.answer_tokens", self.answer_tokens, "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """A fine-tuning run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model that learns."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Chats and windows."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer, learning rate and clipping."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long to train."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    """How often to report, evaluate and save."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """The run folder."""
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    """Devices and ranks."""
+
+
+def default() -> SftConfig:
+    """Return the values to start from: one epoch, packed, cosine schedule."""
+    return SftConfig(loop=LoopConfig(eval_every=200, save_every=200))
+
+
+def demo() -> SftConfig:
+    """Return the demonstration: SmolLM2-135M on about 25,000 tokens of pydoc, in a few minutes on two cores.
+
+    A micro-batch is one docstring, so their supervised tokens range from a dozen to some 200: as uneven as it gets.
+    """
+    return SftConfig(
+        data=DataConfig(
+            max_length=256, packing=False, micro_batch_size=1, micro_batches_per_window=16, eval_tokens=5_000
+        ),
+        optim=OptimConfig(lr=1e-4, warmup=2, min_lr_ratio=0.1),
+        train=TrainConfig(max_steps=15),
+        run=RunConfig(checkpoints=False, question="What does `shutil.copyfile` do in Python?"),
+    )
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {value!r}.", fix=f"Give {allowed}.")

@@ -1,0 +1,267 @@
+"""The wiring of a fine-tuning run: model and data into the engine, and out of it a trained folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokennorm.data import Batch, WindowLoader, require_isolated_documents
+from tokennorm.engine import (
+    CausalLMObjective,
+    CheckpointStore,
+    Engine,
+    EvalReport,
+    ProgressPrinter,
+    RunFolder,
+    Runtime,
+    broadcast_from_main,
+    build_optimizer,
+    build_scheduler,
+    check_ranks_agree,
+    config_to_dict,
+    distributed_session,
+    evaluate,
+    export_pretrained,
+    seed_everything,
+    train,
+    unwrap_model,
+    wrap_ddp,
+)
+from tokennorm.kit import TokenNormedLossKit
+from tokennorm.recipes.common import load_causal_lm
+from tokennorm.recipes.sft.config import SftConfig
+from tokennorm.recipes.sft.datasets import Datasets, RunWindows, build_datasets, eval_batches
+
+__all__ = ["SftJob", "SftResult", "prepare", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftJob:
+    """A run that is ready to start.
+
+    Attributes:
+        engine: model, optimizer, schedule and accounting.
+        windows: this rank's windows.
+        total_steps: optimizer steps of the run.
+        tokenizer: of the model.
+        datasets: the encoded chats.
+        held_out: this rank's evaluation batches.
+        identity: what a checkpoint of this run must have in common with it.
+    """
+
+    engine: Engine
+    windows: RunWindows
+    total_steps: int
+    tokenizer: Any
+    datasets: Datasets
+    held_out: Sequence[Batch]
+    identity: dict[str, Any]
+
+    def evaluate(self) -> EvalReport:
+        """Evaluate on all ranks."""
+        engine = self.engine
+        return evaluate(engine.model, engine.objective, self.held_out, device=engine.device, group=engine.dp_group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftResult:
+    """What a run left: its folder, and the held-out loss (nats per token) before and after."""
+
+    folder: Path
+    before: float | None
+    after: float | None
+    steps: int
+
+
+def run(config: SftConfig) -> SftResult:
+    """Fine-tune a model as configured; under torchrun, call it on every rank."""
+    with distributed_session(config.distributed) as runtime:
+        progress = ProgressPrinter(0, enabled=runtime.is_main)
+        folder = broadcast_from_main(config.run.dir or time.strftime("runs/sft-%Y%m%d-%H%M%S"), runtime)
+        run_folder = RunFolder(folder, runtime=runtime, resume=config.run.resume)
+        job = prepare(config, runtime, say=progress.say)
+        progress.total_steps = job.total_steps
+        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
+        store = CheckpointStore(
+            run_folder.checkpoints, identity=job.identity, runtime=runtime, keep_last=config.loop.keep_last
+        )
+        if config.run.resume:
+            _resume(job, store, run_folder, progress)
+        _answer(job, config, runtime, progress, "before")
+        start = time.monotonic()
+        report = train(
+            job.engine,
+            job.windows,
+            total_steps=job.total_steps,
+            config=config.loop,
+            evaluate=job.evaluate if job.datasets.held_out is not None else None,
+            run=run_folder,
+            checkpoints=store if config.run.checkpoints else None,
+            progress=progress,
+        )
+        progress.say(
+            f"trained {report.steps} steps on {report.total_tokens:,} tokens ({report.effective_tokens:,} "
+            f"supervised) in {time.monotonic() - start:.0f} s"
+        )
+        before, after = (None if one is None else one.loss for one in (report.before, report.after))
+        if before is not None and after is not None:
+            progress.say(f"held-out loss {before:.4f} -> {after:.4f}  ({after - before:+.4f} nats per token)")
+        _answer(job, config, runtime, progress, "after")
+        if config.run.export:
+            _export(job, run_folder, runtime, progress)
+        return SftResult(folder=run_folder.path, before=before, after=after, steps=job.engine.step)
+
+
+def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] = lambda _: None) -> SftJob:
+    """Load, encode, patch and wrap; nothing is trained yet.
+
+    Raises:
+        TokenNormError: model, data and configuration don't go together, or ranks differ in them.
+    """
+    seed_everything(config.train.seed + runtime.rank)
+    model, tokenizer = load_causal_lm(config.model.path, config.model.dtype)
+    if config.model.dtype == "bfloat16":
+        say("note: gradients add up in bfloat16, which rounds each sum to 8 bits; float32 is exact to 24")
+    datasets = build_datasets(
+        config.data, tokenizer, seed=config.train.seed, say=say, show_progress=runtime.is_main
+    )
+    for dataset in (datasets.train, datasets.held_out):
+        if dataset is not None:
+            dataset.check_fits(model)
+    kit = TokenNormedLossKit(
+        device=runtime.device,
+        dp_world_size=runtime.world_size,
+        dp_group=runtime.group,
+        empty_window=config.train.empty_window,
+    )
+    objective = CausalLMObjective()
+    if config.data.packing:
+        require_isolated_documents(
+            model, batch_size=config.data.micro_batch_size, forward_options=objective.model_kwargs
+        )
+    model = kit.apply_chunked_token_loss_patch(model, chunk_size=config.model.chunk_size).to(runtime.device)
+    model.train()
+    windows = _windows(config, datasets, tokenizer, runtime)
+    total_steps = windows.loader.total_windows(config.train.epochs)
+    if config.train.max_steps is not None:
+        total_steps = min(total_steps, config.train.max_steps)
+    identity = _identity(config, datasets, total_steps)
+    check_ranks_agree({**identity, "torch": torch.__version__}, runtime)
+    wrapped = wrap_ddp(model, runtime)
+    optimizer = build_optimizer(wrapped, config.optim)
+    engine = Engine(
+        model=wrapped,
+        optimizer=optimizer,
+        objective=objective,
+        scheduler=build_scheduler(optimizer, config.optim, total_steps),
+        device=runtime.device,
+        dp_world_size=runtime.world_size,
+        dp_group=runtime.group,
+        token_loss_kit=kit,
+        max_grad_norm=config.optim.max_grad_norm,
+    )
+    held_out = datasets.held_out and eval_batches(
+        datasets.held_out,
+        batch_size=config.data.eval_batch_size,
+        pad_token_id=_pad_id(tokenizer),
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+    )
+    return SftJob(
+        engine=engine,
+        windows=windows,
+        total_steps=total_steps,
+        tokenizer=tokenizer,
+        datasets=datasets,
+        held_out=held_out or [],
+        identity=identity,
+    )
+
+
+def _windows(config: SftConfig, datasets: Datasets, tokenizer: Any, runtime: Runtime) -> RunWindows:
+    data = config.data
+    loader = WindowLoader(
+        datasets.train,
+        micro_batch_size=data.micro_batch_size,
+        micro_batches_per_window=data.micro_batches_per_window,
+        pad_token_id=_pad_id(tokenizer),
+        pack_length=(data.pack_length or data.max_length) if data.packing else None,
+        shuffle=data.shuffle,
+        seed=config.train.seed,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+    )
+    return RunWindows(loader, config.train.epochs)
+
+
+def _pad_id(tokenizer: Any) -> int:
+    # Padding is masked or isolated, so any id inside the vocabulary will do.
+    return 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[str, Any]:
+    """Everything that decides the weights; where a run is saved or how often it reports is left out."""
+    resolved = config_to_dict(config)
+    data = {name: resolved["data"][name] for name in resolved["data"] if not name.startswith(("eval_", "path"))}
+    return {
+        "data": {**data, "tokens": datasets.fingerprint()},
+        "model": {"dtype": config.model.dtype},
+        "optim": resolved["optim"],
+        "train": {**resolved["train"], "max_steps": total_steps},
+    }
+
+
+def _resume(job: SftJob, store: CheckpointStore, run_folder: RunFolder, progress: ProgressPrinter) -> None:
+    latest = store.latest()
+    if latest is None:
+        progress.say("no checkpoint yet: starting from the beginning")
+    else:
+        job.windows.load_state_dict(store.restore(job.engine, latest))
+        progress.say(f"resumed from {latest}")
+    # Without a checkpoint everything comes again, the evaluation before the first step included.
+    run_folder.forget_after(job.engine.step if latest else -1)
+
+
+def _answer(job: SftJob, config: SftConfig, runtime: Runtime, progress: ProgressPrinter, when: str) -> None:
+    if config.run.question is None or not runtime.is_main:
+        return
+    text = generate_answer(
+        unwrap_model(job.engine.model), job.tokenizer, config.run.question, config.run.answer_tokens
+    )
+    progress.say(f"question: {config.run.question}\nanswer {when}: {text}")
+
+
+def generate_answer(model: Any, tokenizer: Any, question: str, tokens: int) -> str:
+    """Return the model's greedy answer to one question."""
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    ).to(model.device)
+    training = model.training
+    model.eval()
+    try:
+        ids = model.generate(
+            **inputs,
+            max_new_tokens=tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=_pad_id(tokenizer),
+        )
+    finally:
+        model.train(training)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def _export(job: SftJob, run_folder: RunFolder, runtime: Runtime, progress: ProgressPrinter) -> None:
+    model: Any = unwrap_model(job.engine.model)
+    # Training switches the cache off; who loads the export wants to generate.
+    model.config.use_cache = True
+    path = export_pretrained(model, run_folder.export, tokenizer=job.tokenizer, runtime=runtime)
+    progress.say(f"exported {path}")
