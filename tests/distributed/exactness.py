@@ -120,10 +120,13 @@ def window_samples(layout: Layout, world_size: int, *, short: bool) -> list[list
     return ranks
 
 
-def collate(rows: list[list[Sample]], *, packed: bool) -> Batch:
+def collate_rows(rows: list[list[Sample]], *, packed: bool) -> Batch:
     if packed:
         return collate_packed(rows, pad_token_id=0)
     return collate_padded([sample for row in rows for sample in row], pad_token_id=0)
+
+
+collate = collate_rows
 
 
 def batches_of(layout: Layout, world_size: int, rank: int, *, short: bool) -> tuple[list[Batch], list[Sample]]:
