@@ -128,7 +128,7 @@ def _compare(model: Any, unpatched: Any, own: Any, inputs: dict[str, Any]) -> Ve
     by_logits = {
         "losses of tokens": _error([got.loss], [reference]),
         "gradients, uneven upstream": _error(mine_gradients, gradients),
-        "losses where nothing is supervised": float(got.loss[~supervised].abs().max()),
+        "losses where nothing is supervised": float(got.loss.detach()[~supervised].abs().max()),
     }
 
     got = _run(model, inputs)
@@ -138,7 +138,7 @@ def _compare(model: Any, unpatched: Any, own: Any, inputs: dict[str, Any]) -> Ve
     own_extra = own.loss - reference.sum() / count
     by_loss = {
         "total loss": _error([total], [own_total]),
-        "extra loss": float((own_extra - (0 if extra is None else extra)).abs() / own.loss.abs()),
+        "extra loss": float(((own_extra - (0 if extra is None else extra)) / own.loss).detach().abs()),
         "gradients of the total loss": _error(_gradients(model, total), _gradients(unpatched, own_total)),
     }
     limits = [

@@ -67,6 +67,21 @@ _BY_NAME: dict[int, str] = {
     """,
 }
 _SIZES: dict[str, int] = {name: size for size, names in _BY_NAME.items() for name in names.split()}
+# What would be between head and loss, or added to the loss, if the defaults didn't leave it out.
+_SWITCHED_ON = {
+    "is_decoder": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+    "aux_loss_coef": 0.1,
+    "z_loss_coefficient": 0.1,
+    "logits_scaling": 0.6,
+    "logit_scale": 0.4,
+    "lm_head_multiplier": 0.7,
+    "final_logit_softcapping": 3.0,
+    "logits_soft_cap": 3.0,
+    "output_logit_soft_cap": 3.0,
+    "unpadded_vocab_size": VOCABULARY - 7,
+}
 _NO_DROPOUT = ("dropout", "pdrop", "drop", "dropout_rate", "dropout_prob", "layerdrop")
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -132,7 +147,7 @@ def shrunk_config(default: Any, **overrides: Any) -> Any:
     arguments.update(SPECIAL.get(default.model_type, {}))
     arguments.update(overrides)
     config = type(default)(**arguments)
-    for name, value in (("is_decoder", True), ("output_router_logits", True)):
+    for name, value in _SWITCHED_ON.items():
         if hasattr(config, name):
             setattr(config, name, value)
     # The grouped matrix product knows no float64.
