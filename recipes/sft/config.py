@@ -106,7 +106,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.resume and self.dir is None:
             raise ConfigError(
-                "run.resume is on, but run.dir does not say which run.", fix="Add --run.dir runs/NAME."
+                "run.resume is on, but run.dir does not say which run", fix="add --run.dir runs/NAME"
             )
         _require(self.answer_tokens >= 1, "run.answer_tokens", self.answer_tokens, "1 or more")
 
@@ -139,7 +139,7 @@ def default() -> SftConfig:
 def demo() -> SftConfig:
     """Return the demonstration: SmolLM2-135M on about 25,000 tokens of pydoc, in a few minutes on two cores.
 
-    A micro-batch is one docstring, so their supervised tokens range from a dozen to some 200: as uneven as it gets.
+    A micro-batch is one docstring, so supervised tokens range from a dozen to some 200: as uneven as it gets.
     """
     return SftConfig(
         data=DataConfig(
@@ -153,4 +153,4 @@ def demo() -> SftConfig:
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
-        raise ConfigError(f"{name} is {value!r}.", fix=f"Give {allowed}.")
+        raise ConfigError(f"{name} is {value!r}", fix=f"give {allowed}")

@@ -88,8 +88,8 @@ def _conversations(
         return everything, []
     if number == len(everything):
         raise DataError(
-            f"{config.path} has {len(everything)} chat, and it can't be both trained on and held out.",
-            fix="Add chats, give data.eval_path, or set data.eval_fraction to 0.",
+            f"{config.path} has {len(everything)} chat, and it can't be both trained on and held out",
+            fix="add chats, give data.eval_path, or set data.eval_fraction to 0",
         )
     order = list(range(len(everything)))
     random.Random(f"held out {seed}").shuffle(order)

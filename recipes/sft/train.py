@@ -144,8 +144,8 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         require_isolated_documents(
             model, batch_size=config.data.micro_batch_size, forward_options=objective.model_kwargs
         )
-    model = kit.apply_chunked_token_loss_patch(model, chunk_size=config.model.chunk_size).to(runtime.device)
-    model.train()
+    model = kit.apply_chunked_token_loss_patch(model, chunk_size=config.model.chunk_size)
+    torch.nn.Module.to(model, runtime.device).train()
     windows = _windows(config, datasets, tokenizer, runtime)
     total_steps = windows.loader.total_windows(config.train.epochs)
     if config.train.max_steps is not None:
@@ -165,20 +165,22 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         token_loss_kit=kit,
         max_grad_norm=config.optim.max_grad_norm,
     )
-    held_out = datasets.held_out and eval_batches(
-        datasets.held_out,
-        batch_size=config.data.eval_batch_size,
-        pad_token_id=_pad_id(tokenizer),
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-    )
+    held_out: Sequence[Batch] = ()
+    if datasets.held_out is not None:
+        held_out = eval_batches(
+            datasets.held_out,
+            batch_size=config.data.eval_batch_size,
+            pad_token_id=_pad_id(tokenizer),
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+        )
     return SftJob(
         engine=engine,
         windows=windows,
         total_steps=total_steps,
         tokenizer=tokenizer,
         datasets=datasets,
-        held_out=held_out or [],
+        held_out=held_out,
         identity=identity,
     )
 

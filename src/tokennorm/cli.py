@@ -70,7 +70,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
     commands = {"train": _train, "fetch": _fetch}
     if name not in commands:
         raise ConfigError(
-            f"There is no command {name!r}.", fix=f"Use one of: {', '.join(commands)} (tokennorm --help)."
+            f"there is no command {name!r}", fix=f"use one of: {', '.join(commands)} (tokennorm --help)"
         )
     return commands[name]
 
@@ -81,7 +81,7 @@ def _train(arguments: list[str]) -> int:
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     name, rest = arguments[0], arguments[1:]
     if name not in _RECIPES:
-        raise ConfigError(f"There is no recipe {name!r}.", fix=f"Use one of: {', '.join(_RECIPES)}.")
+        raise ConfigError(f"there is no recipe {name!r}", fix=f"use one of: {', '.join(_RECIPES)}")
     tyro = _import_extra("tyro")
     recipe = _import_extra(_RECIPES[name])
     start, rest = _take_config_name(rest, list(recipe.CONFIGS))
@@ -111,7 +111,7 @@ def _take_config_name(arguments: list[str], names: list[str]) -> tuple[str, list
         else:
             rest.append(argument)
     if chosen not in names:
-        raise ConfigError(f"--config is {chosen!r}.", fix=f"Use one of: {', '.join(names)}.")
+        raise ConfigError(f"--config is {chosen!r}", fix=f"use one of: {', '.join(names)}")
     return chosen, rest
 
 
@@ -131,8 +131,8 @@ def _import_extra(module: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] == "tokennorm":
             raise
         raise MissingDependencyError(
-            f"The library {error.name!r} is not installed.",
-            why="The base install of tokennorm needs torch only; recipes need more.",
+            f"the library {error.name!r} is not installed",
+            why="the base install of tokennorm needs torch only; recipes need more",
             fix='pip install "tokennorm[train]"',
         ) from error
 

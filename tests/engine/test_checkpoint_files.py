@@ -99,7 +99,7 @@ def test_full_disk_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             write_checkpoint(tmp_path, 2, payloads(), {})
     assert "step 2 could not be written" in str(caught.value)
     assert "last complete checkpoint is step-00000001" in str(caught.value)
-    assert "Free some space" in str(caught.value)
+    assert "free some space" in str(caught.value)
     assert os.listdir(tmp_path) == ["step-00000001"]
     read_manifest(good)
 

@@ -140,4 +140,4 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     folder.runtime = Runtime(rank=1)
     folder.describe(Outer())
     folder.log({"step": 1})
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []

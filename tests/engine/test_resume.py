@@ -150,7 +150,7 @@ def test_another_configuration_is_refused_and_the_difference_named(tmp_path: Pat
     engine = build_engine(ToyLM(dtype=torch.float32))
     other = {"model": "toy", "optim": {"lr": 0.1, "betas": (0.9, 0.95)}, "data": "new"}
     message = refused(tmp_path, engine, other)
-    assert "data: 'nothing' there, 'new' here; optim.lr: 0.05 there, 0.1 here." in message
+    assert "data: 'nothing' there, 'new' here; optim.lr: 0.05 there, 0.1 here" in message
     assert "betas" not in message
 
 
@@ -265,5 +265,5 @@ def test_data_without_any_supervised_token_is_an_error() -> None:
 
     windows = ToyWindows()
     windows.windows = [[micro_batch(0, 4, seed)] for seed in range(3)]
-    with pytest.raises(DataError, match="No window of the data had a supervised token"):
+    with pytest.raises(DataError, match="no window of the data had a supervised token"):
         train(build_engine(token_loss_kit=skipping_kit()), windows, total_steps=3)

@@ -1,4 +1,4 @@
-"""Real training of a tiny Llama: in one process and in two ranks the same, resumed the same, exported and loaded."""
+"""Real training of a tiny Llama: the same in one process and in two ranks, resumed, exported and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wiring: what is counted is what is supervised, in the right order, and what is logged is what was reduced."""
+"""The wiring: counted is what is supervised, steps keep their order, logged is what was reduced."""
 
 from __future__ import annotations
 
@@ -205,4 +205,4 @@ def test_one_chat_cannot_be_both_trained_on_and_held_out(tiny_folder: Path, tmp_
     data = DataConfig(path=str(tmp_path / "one.jsonl"), max_length=128)
     with pytest.raises(DataError, match="can't be both trained on and held out"):
         job_of(tiny_folder, data=data)
-    assert job_of(tiny_folder, data=dataclasses.replace(data, eval_fraction=0.0)).held_out == []
+    assert job_of(tiny_folder, data=dataclasses.replace(data, eval_fraction=0.0)).held_out == ()

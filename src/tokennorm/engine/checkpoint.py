@@ -109,7 +109,7 @@ class CheckpointStore:
         path = self.latest() if checkpoint is None else Path(checkpoint)
         if path is None:
             raise CheckpointError(
-                f"There is no complete checkpoint in {self.folder}.", fix="Start the run without resuming."
+                f"there is no complete checkpoint in {self.folder}", fix="start the run without resuming"
             )
         manifest, payloads = all_ranks_or_none(lambda: self._read(path, engine), self.runtime)
         unwrap_model(engine.model).load_state_dict(payloads[_MODEL])
@@ -140,9 +140,9 @@ class CheckpointStore:
         if len(differences) > len(shown):
             shown.append(f"and {len(differences) - len(shown)} more")
         raise CheckpointError(
-            f"The checkpoint {path} belongs to another run: " + "; ".join(shown) + ".",
-            why="Resuming continues exactly the run that was saved; with other settings it would be neither run.",
-            fix="Resume with the settings in the run folder's config.json, or start a new run from its export.",
+            f"the checkpoint {path} belongs to another run: " + "; ".join(shown),
+            why="resuming continues exactly the run that was saved; with other settings it would be neither run",
+            fix="resume with the settings in the run folder's config.json, or start a new run from its export",
         )
 
 

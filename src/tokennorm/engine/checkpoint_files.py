@@ -164,11 +164,11 @@ def _write_error(error: Exception, folder: Path, step: int) -> CheckpointError:
     intact = checkpoint_folders(folder)
     full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
     return CheckpointError(
-        f"The checkpoint of step {step} could not be written to {folder}: {cause}.",
-        why=f"The last complete checkpoint is {intact[-1].name}; it is untouched."
+        f"the checkpoint of step {step} could not be written to {folder}: {cause}",
+        why=f"the last complete checkpoint is {intact[-1].name}; it is untouched"
         if intact
-        else "There is no earlier checkpoint in this run.",
-        fix="Free some space, or give another run folder, and resume." if full else "Check the folder and resume.",
+        else "there is no earlier checkpoint in this run",
+        fix="free some space, or give another run folder, and resume" if full else "check the folder and resume",
     )
 
 
@@ -205,15 +205,15 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         files, found = manifest["files"], manifest["format"]
     except FileNotFoundError:
         raise CheckpointError(
-            f"{checkpoint} is no complete checkpoint: it has no {_MANIFEST}.",
-            fix="Give a run folder, or one of the step-... folders under its checkpoints/.",
+            f"{checkpoint} is no complete checkpoint: it has no {_MANIFEST}",
+            fix="give a run folder, or one of the step-... folders under its checkpoints/",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(checkpoint, f"{_MANIFEST} can't be read ({error})") from error
     if found != FORMAT:
         raise CheckpointError(
-            f"{checkpoint} has checkpoint format {found!r}; this version of tokennorm reads {FORMAT}.",
-            fix="Resume with the version that wrote it (see run.json).",
+            f"{checkpoint} has checkpoint format {found!r}; this version of tokennorm reads {FORMAT}",
+            fix="resume with the version that wrote it (see run.json)",
         )
     for name, entry in files.items():
         _check_file(checkpoint, name, entry)
@@ -238,9 +238,9 @@ def _check_file(checkpoint: Path, name: str, entry: Mapping[str, object]) -> Non
 def _damaged(checkpoint: Path, detail: str) -> CheckpointError:
     others = [path.name for path in checkpoint_folders(checkpoint.parent) if path.name != checkpoint.name]
     return CheckpointError(
-        f"The checkpoint {checkpoint} is damaged: {detail}.",
-        why="Training on from it would silently train other weights.",
-        fix=f"Resume from another one ({', '.join(others)}), or copy it again." if others else "Copy it again.",
+        f"the checkpoint {checkpoint} is damaged: {detail}",
+        why="training on from it would silently train other weights",
+        fix=f"resume from another one ({', '.join(others)}), or copy it again" if others else "copy it again",
     )
 
 

@@ -49,10 +49,10 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"distributed.threads is {self.threads}.", fix="Give 1 or more, or none.")
+            raise ConfigError(f"distributed.threads is {self.threads}", fix="give 1 or more, or none")
         if self.timeout_s <= 0:
             raise ConfigError(
-                f"distributed.timeout_s is {self.timeout_s}.", fix="Give a positive number of seconds."
+                f"distributed.timeout_s is {self.timeout_s}", fix="give a positive number of seconds"
             )
 
 
@@ -93,10 +93,10 @@ def distributed_session(config: DistributedConfig | None = None) -> Iterator[Run
             _abort(runtime)
         if runtime.world_size > 1 and _peer_is_gone(error):
             raise DistributedError(
-                f"Rank {runtime.rank} of {runtime.world_size} stopped: a collective failed because another rank "
-                "is gone or stuck.",
-                why="Ranks work in step; one that ends takes all others with it.",
-                fix="Look for the traceback of the other rank: that one is the cause.",
+                f"rank {runtime.rank} of {runtime.world_size} stopped: a collective failed because another rank "
+                "is gone or stuck",
+                why="ranks work in step; one that ends takes all others with it",
+                fix="look for the traceback of the other rank: that one is the cause",
             ) from error
         if runtime.world_size > 1:
             error.add_note(f"(raised on rank {runtime.rank} of {runtime.world_size})")
@@ -124,13 +124,11 @@ def _choose_device(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "The device is 'cuda', but torch sees no GPU.", fix="Give distributed.device cpu or auto."
-        )
+        raise ConfigError("the device is 'cuda', but torch sees no GPU", fix="give distributed.device cpu or auto")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"Local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}.",
-            fix="Start at most one rank per GPU (torchrun --nproc_per_node).",
+            f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}",
+            fix="start at most one rank per GPU (torchrun --nproc_per_node)",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -192,11 +190,10 @@ def check_ranks_agree(values: Mapping[str, object], runtime: Runtime) -> None:
         seen = [one.get(name) for one in everyone]
         if any(value != seen[0] for value in seen):
             raise DistributedError(
-                f"The ranks disagree about {name}: "
-                + ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(seen))
-                + ".",
-                why="Ranks that plan different work wait for each other forever, or train different models.",
-                fix="Start every rank with the same command, files and library versions.",
+                f"the ranks disagree about {name}: "
+                + ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(seen)),
+                why="ranks that plan different work wait for each other forever, or train different models",
+                fix="start every rank with the same command, files and library versions",
             )
 
 
@@ -217,7 +214,7 @@ def all_ranks_or_none(action: Callable[[], T], runtime: Runtime) -> T:
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
-            raise DistributedError(f"Rank {rank} of {runtime.world_size} failed: {message}")
+            raise DistributedError(f"rank {rank} of {runtime.world_size} failed: {message}")
     return result  # type: ignore[return-value]
 
 

@@ -147,9 +147,9 @@ class Engine:
         # In fp16 an overflow is the scaler's everyday business: it skips the step and lowers its scale.
         if not self.scaler.is_enabled() and not bool(torch.isfinite(norm)):
             raise TokenNormError(
-                f"The gradient norm of step {self.step + 1} is {float(norm)} (loss {self._stats.mean_loss}).",
-                why="An optimizer step with it would turn every weight into NaN; none was taken.",
-                fix="Lower the learning rate, or look for bad rows in the data. The last checkpoint is good.",
+                f"the gradient norm of step {self.step + 1} is {float(norm)} (loss {self._stats.mean_loss})",
+                why="an optimizer step with it would turn every weight into NaN; the weights are as they were",
+                fix="lower the learning rate, or look for bad rows in the data",
             )
         return norm
 

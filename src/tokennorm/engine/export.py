@@ -61,6 +61,6 @@ def _write(model: nn.Module, target: Path, tokenizer: SavesPretrained | None) ->
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"The model could not be exported to {target}: {error}.",
-            fix="Free some space; the weights are also in the run's last checkpoint.",
+            f"the model could not be exported to {target}: {error}",
+            fix="free some space; the weights are also in the run's last checkpoint",
         ) from error

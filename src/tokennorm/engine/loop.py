@@ -53,7 +53,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         for name, least in (("eval_every", 0), ("save_every", 0), ("keep_last", 1), ("log_every", 1)):
             if getattr(self, name) < least:
-                raise ConfigError(f"loop.{name} is {getattr(self, name)}.", fix=f"Give {least} or more.")
+                raise ConfigError(f"loop.{name} is {getattr(self, name)}", fix=f"give {least} or more")
 
 
 @dataclass(kw_only=True)
@@ -127,9 +127,9 @@ def train(
             progress.pause()
         if engine.step == 0:
             raise DataError(
-                "No window of the data had a supervised token.",
-                why="Nothing was trained.",
-                fix="Check that the chats have assistant turns, and that they survive truncation.",
+                "no window of the data had a supervised token",
+                why="nothing was trained",
+                fix="check that the chats have assistant turns, and that they survive truncation",
             )
         summary.after = held_out()
         if checkpoints is not None and engine.step > start:

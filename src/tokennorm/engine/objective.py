@@ -70,10 +70,10 @@ class CausalLMObjective:
         loss: Tensor | None = outputs["loss"]
         if loss is None or loss.numel() != batch["shift_labels"].numel():
             raise PatchError(
-                f"The model returned {'no loss' if loss is None else f'a loss of shape {list(loss.shape)}'} for "
-                f"labels of shape {list(batch['shift_labels'].shape)}; one loss per position was expected.",
-                why="A reduced loss is already divided by the tokens of one micro-batch: that can't be undone.",
-                fix="Call model = kit.apply_chunked_token_loss_patch(model) before wrapping it in DDP.",
+                f"the model returned {'no loss' if loss is None else f'a loss of shape {list(loss.shape)}'} for "
+                f"labels of shape {list(batch['shift_labels'].shape)}; one loss per position was expected",
+                why="a reduced loss is already divided by the tokens of one micro-batch: that can't be undone",
+                fix="call model = kit.apply_chunked_token_loss_patch(model) before wrapping it in DDP",
             )
         extra = outputs.get("extra_loss")
         # The sum is taken directly on the returned loss: its gradient is then a broadcast scalar, which the

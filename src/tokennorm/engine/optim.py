@@ -68,7 +68,7 @@ class OptimConfig:
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
-        raise ConfigError(f"{name} is {value!r}.", fix=f"Give {allowed}.")
+        raise ConfigError(f"{name} is {value!r}", fix=f"give {allowed}")
 
 
 def build_optimizer(parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> AdamW:
@@ -86,9 +86,9 @@ def build_optimizer(parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], 
     trainable = list({id(parameter): parameter for _, parameter in named if parameter.requires_grad}.values())
     if not trainable:
         raise ConfigError(
-            "The model has no trainable parameter.",
-            why="Every parameter has requires_grad=False, so a step could not change anything.",
-            fix="Unfreeze what should learn (parameter.requires_grad_(True)), or add an adapter.",
+            "the model has no trainable parameter",
+            why="every parameter has requires_grad=False, so a step could not change anything",
+            fix="unfreeze what should learn (parameter.requires_grad_(True)), or add an adapter",
         )
     decayed = [p for p in trainable if config.decay_vectors or p.ndim > 1]
     exempt = [p for p in trainable if not (config.decay_vectors or p.ndim > 1)]
@@ -143,13 +143,13 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total
     """
     if total_steps < 1:
         raise ConfigError(
-            f"The run has {total_steps} optimizer steps.",
-            fix="Give more data, more epochs, or a smaller window.",
+            f"the run has {total_steps} optimizer steps",
+            fix="give more data, more epochs, or a smaller window",
         )
     if warmup_steps_of(config, total_steps) > total_steps:
         raise ConfigError(
-            f"The warm-up takes {warmup_steps_of(config, total_steps)} steps, but the run has {total_steps}.",
-            why="The learning rate would never reach its peak.",
-            fix="Give optim.warmup as a fraction below 1, or fewer steps.",
+            f"the warm-up takes {warmup_steps_of(config, total_steps)} steps, but the run has {total_steps}",
+            why="the learning rate would never reach its peak",
+            fix="give optim.warmup as a fraction below 1, or fewer steps",
         )
     return LambdaLR(optimizer, learning_rate_factor(config, total_steps))

@@ -38,11 +38,12 @@ class RunFolder:
     """Writes ``run.json``, ``config.json`` and ``metrics.jsonl`` on rank 0; other ranks know the path only.
 
     Args:
-        path: the folder, made when missing.
+        path: the folder; it is made by :meth:`describe`, so that a run that can't start leaves nothing behind.
         runtime: this process's place among the ranks.
+        resume: the run that the folder holds goes on.
 
     Raises:
-        ConfigError: the folder holds a run already and this one doesn't resume it, or can't be made.
+        ConfigError: the folder holds a run already and this one doesn't resume it.
     """
 
     def __init__(self, path: Path | str, *, runtime: Runtime | None = None, resume: bool = False) -> None:
@@ -54,15 +55,13 @@ class RunFolder:
         # Rank 0 looks before it writes anything, and every rank hears what it saw.
         problem = broadcast_from_main(self._prepare(resume) if self.runtime.is_main else None, self.runtime)
         if problem is not None:
-            raise ConfigError(problem, fix="Resume it, or give another run folder.")
+            raise ConfigError(problem, fix="resume it, or give another run folder")
 
     def _prepare(self, resume: bool) -> str | None:
         if self._metrics.exists() and not resume:
-            return f"The folder {self.path} already holds a run."
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return f"The run folder {self.path} can't be made: {error}."
+            return f"the folder {self.path} already holds a run"
+        if self.path.exists() and not self.path.is_dir():
+            return f"the run folder {self.path} is a file"
         return None
 
     def describe(
@@ -71,6 +70,12 @@ class RunFolder:
         """Write what is run: the command, versions, git state and the resolved configuration."""
         if not self.runtime.is_main:
             return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {self.path} can't be made: {error}", fix="give another run folder"
+            ) from error
         run = {
             "command": list(sys.argv if argv is None else argv),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -87,6 +92,7 @@ class RunFolder:
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one line to ``metrics.jsonl``; the line is on disk when this returns."""
         if self.runtime.is_main:
+            self.path.mkdir(parents=True, exist_ok=True)
             with self._metrics.open("a") as file:
                 file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
