@@ -7,6 +7,7 @@ about it. Each class also derives from the builtin that fits it, so that ``excep
 from __future__ import annotations
 
 __all__ = [
+    "AuditError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -82,6 +83,10 @@ class CheckpointError(TokenNormError, RuntimeError):
 
 class DistributedError(TokenNormError, RuntimeError):
     """Ranks that disagree, or a rank that died."""
+
+
+class AuditError(TokenNormError, AssertionError):
+    """A training loop whose gradient is not that of its objective, or that an audit could not run."""
 
 
 class MissingDependencyError(TokenNormError, ImportError):

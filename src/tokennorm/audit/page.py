@@ -1,0 +1,6 @@
+"""placeholder"""
+
+
+def page(report):
+    """Nothing yet."""
+    return ""
