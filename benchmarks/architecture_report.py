@@ -46,8 +46,8 @@ def report(rows: list[Row], command: str) -> str:
         f"{platform.machine()} CPU, {os.cpu_count()} cores, one thread used.",
         "",
         "Every class in transformers' causal-LM and image-text-to-text mappings, shrunk (vocabulary "
-        f"{VOCABULARY}) and with its logit scale, softcap, vocabulary slice, router loss and z-loss switched on, on "
-        f"{ROWS} x {LENGTH} tokens with some labels ignored, {CHUNK} rows of logits at a time, "
+        f"{VOCABULARY}) and with its logit scale, softcap, vocabulary slice, router loss and z-loss switched on, "
+        f"on {ROWS} x {LENGTH} tokens with some labels ignored, {CHUNK} rows of logits at a time, "
         "against the unpatched class: every token's loss, the whole loss times the number of tokens (so a router "
         "or other extra loss too), and the gradients of all parameters, for an uneven and for a uniform upstream. "
         f"Right: relative L2 differences of at most {TOLERANCES[torch.float32]:g} in float32 and, where the "

@@ -20,7 +20,7 @@ from tokennorm.kit.patch_call import OWN_LOSS, ForwardCall, Targets
 from tokennorm.kit.patch_head import DeferringHead, deferring_head_class, reduce_swapped, swap_class
 from tokennorm.kit.patch_output import check_output_class, with_token_losses
 from tokennorm.kit.patch_probe import probe
-from tokennorm.kit.patch_state import STATE_ATTRIBUTE, PatchState, answering
+from tokennorm.kit.patch_state import OWN_LOSS_ATTRIBUTE, STATE_ATTRIBUTE, PatchState, answering, lost_patch
 
 __all__ = ["apply_chunked_token_loss_patch", "remove_chunked_token_loss_patch"]
 
@@ -73,7 +73,9 @@ def apply_chunked_token_loss_patch(
         state.chunk_size, state.output_cls = chunk_size, output_cls
         return model
     head_name, head = _head_of(inner)
-    inner.__dict__[STATE_ATTRIBUTE] = PatchState(head=head_name, chunk_size=chunk_size, output_cls=output_cls)
+    own_loss = inner.__dict__.pop("loss_function", None) or inner.__dict__.get(OWN_LOSS_ATTRIBUTE)
+    state = PatchState(head=head_name, chunk_size=chunk_size, output_cls=output_cls, own_loss=own_loss)
+    inner.__dict__.update({STATE_ATTRIBUTE: state, OWN_LOSS_ATTRIBUTE: lost_patch})
     inner.__class__ = token_loss_class(type(inner))
     head.__class__ = deferring_head_class(type(head))
     try:
@@ -97,11 +99,14 @@ def remove_chunked_token_loss_patch(model: Any) -> Any:
     state: PatchState | None = inner.__dict__.pop(STATE_ATTRIBUTE, None)
     if state is None:
         return model
+    del inner.__dict__[OWN_LOSS_ATTRIBUTE]
     for module in (inner, inner.get_submodule(state.head)):
         for cls in type(module).__mro__:
             if cls.__bases__[:1] in ((TokenLossModel,), (DeferringHead,)):
                 swap_class(module, cls, cls.__bases__[1])
                 break
+    if state.own_loss is not None:
+        inner.loss_function = state.own_loss
     return model
 
 
@@ -125,11 +130,7 @@ def token_loss_class(base: type[nn.Module]) -> type[nn.Module]:
         return _family_loss(self, base) if call is None else call.loss_function
 
     def set_loss_function(self: Any, value: Any) -> None:
-        attribute = getattr(base, "loss_function", None)
-        if isinstance(attribute, property):
-            attribute.__set__(self, value)
-        else:
-            self.__dict__["loss_function"] = value
+        self.__dict__[STATE_ATTRIBUTE].own_loss = value
 
     body = {
         "__module__": base.__module__,
@@ -144,9 +145,19 @@ def token_loss_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _family_loss(model: nn.Module, base: type) -> Any:
-    """The unpatched ``loss_function``: a property of the family, a method, or an attribute of the instance."""
-    own = model.__dict__.get("loss_function")
-    return own if own is not None else getattr(base, "loss_function").__get__(model, type(model))  # noqa: B009
+    """The unpatched ``loss_function``: what was set on the instance, or the family's property or method."""
+    state: PatchState = model.__dict__[STATE_ATTRIBUTE]
+    if state.own_loss is not None:
+        return state.own_loss
+    guard = model.__dict__.pop(OWN_LOSS_ATTRIBUTE)
+    try:
+        return vars(_class_with_loss(base))["loss_function"].__get__(model, type(model))
+    finally:
+        model.__dict__[OWN_LOSS_ATTRIBUTE] = guard
+
+
+def _class_with_loss(base: type) -> type:
+    return next(cls for cls in base.__mro__ if "loss_function" in vars(cls))
 
 
 @functools.cache

@@ -12,9 +12,20 @@ from torch import nn
 from tokennorm.errors import PatchError
 from tokennorm.kit.patch_head import CALL_ATTRIBUTE, DeferringHead
 
-__all__ = ["STATE_ATTRIBUTE", "PatchState", "answering", "patched_head"]
+__all__ = ["OWN_LOSS_ATTRIBUTE", "STATE_ATTRIBUTE", "PatchState", "answering", "lost_patch", "patched_head"]
 
 STATE_ATTRIBUTE = "_tokennorm_patch"
+# Where transformers keeps a loss function that is set on an instance. The patched class does not read it.
+OWN_LOSS_ATTRIBUTE = "_loss_function"
+
+
+def lost_patch(*_: Any, **__: Any) -> Any:
+    """Stands at :data:`OWN_LOSS_ATTRIBUTE`, for a copy of the model's ``__dict__`` in an unpatched class."""
+    raise PatchError(
+        "this copy of a patched model has lost the patch",
+        why="its loss would be a mean over the micro-batch where losses of tokens are expected.",
+        fix="call apply_chunked_token_loss_patch on the copy, or copy the model with copy.deepcopy or pickle.",
+    )
 
 
 @dataclass(kw_only=True)
@@ -23,6 +34,7 @@ class PatchState:
 
     Attributes:
         head: name of the head among the model's modules.
+        own_loss: the loss function that was set on the instance, or None for the family's.
         chunk_size, output_cls: as given to the patch.
         probe_due: whether the probe still has to run, at the first forward with labels.
         call: answers head and loss function while a forward runs; None otherwise.
@@ -32,6 +44,7 @@ class PatchState:
     head: str
     chunk_size: int | None
     output_cls: type | None
+    own_loss: Any = None
     probe_due: bool = False
     call: Any = None
     reported: set[str] = field(default_factory=set)
