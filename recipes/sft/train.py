@@ -34,6 +34,7 @@ from tokennorm.engine import (
 )
 from tokennorm.kit import TokenNormedLossKit
 from tokennorm.recipes.common import load_causal_lm
+from tokennorm.recipes.common.quiet import quiet_transformers
 from tokennorm.recipes.sft.config import SftConfig
 from tokennorm.recipes.sft.datasets import Datasets, RunWindows, build_datasets, eval_batches
 
@@ -265,5 +266,6 @@ def _export(job: SftJob, run_folder: RunFolder, runtime: Runtime, progress: Prog
     model: Any = unwrap_model(job.engine.model)
     # Training switches the cache off; who loads the export wants to generate.
     model.config.use_cache = True
-    path = export_pretrained(model, run_folder.export, tokenizer=job.tokenizer, runtime=runtime)
+    with quiet_transformers():
+        path = export_pretrained(model, run_folder.export, tokenizer=job.tokenizer, runtime=runtime)
     progress.say(f"exported {path}")

@@ -221,8 +221,8 @@ def all_ranks_or_none(action: Callable[[], T], runtime: Runtime) -> T:
 def wrap_ddp(model: nn.Module, runtime: Runtime) -> nn.Module:
     """Wrap ``model`` in DDP, or return it as it is for one rank. Apply the loss patch before, not after.
 
-    Buffers are not broadcast before each forward: a causal LM's are constants (rotary frequencies), and the
-    broadcast would be one more collective per window.
+    Buffers are synced once, here, and not before each forward: a causal LM's are constants (rotary
+    frequencies), and the sync would be one more collective per window.
     """
     if runtime.world_size == 1:
         return model
@@ -230,7 +230,7 @@ def wrap_ddp(model: nn.Module, runtime: Runtime) -> nn.Module:
         model,
         device_ids=[runtime.local_rank] if runtime.device.type == "cuda" else None,
         process_group=runtime.group,
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
         gradient_as_bucket_view=True,
     )
 
