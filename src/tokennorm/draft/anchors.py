@@ -1,7 +1,7 @@
 """Where blocks start: anchors, sampled per sequence among the positions where drafting could start.
 
-Everything here works on the host, before the forward pass: masks and token ids come from the data loader there, and
-nothing waits for a device.
+Everything here works on the host, before the forward pass: masks and token ids come from the data loader there,
+and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def supervised_tokens(shift_labels: Tensor) -> Tensor:
     return mask
 
 
-def valid_anchors(supervised: Tensor, documents: Tensor | None = None, *, anchor_rule: AnchorRule = "classic") -> Tensor:
+def valid_anchors(
+    supervised: Tensor, documents: Tensor | None = None, *, anchor_rule: AnchorRule = "classic"
+) -> Tensor:
     """Positions where a block may start: ``[B, S]`` bool.
 
     The token after an anchor is what the block's first proposal has to predict, in both layouts, so it must exist,
@@ -137,7 +139,9 @@ def sample_anchors(
         ConfigError: ``num_anchors`` below 1, or no generator.
     """
     if num_anchors is not None and num_anchors < 1:
-        raise ConfigError(f"num_anchors must be at least 1, not {num_anchors}", fix="None for every valid position.")
+        raise ConfigError(
+            f"num_anchors must be at least 1, not {num_anchors}", fix="None for every valid position."
+        )
     if num_anchors is not None and generator is None:
         raise ConfigError(
             "anchors are drawn without a generator",

@@ -108,7 +108,8 @@ def make_blocks(
             raise LossUsageError(f"{name} {list(shape)} and input_ids {list(input_ids.shape)} must both be [B, S]")
     if anchors.positions.shape != anchors.keep.shape or anchors.positions.shape[0] != input_ids.shape[0]:
         raise LossUsageError(
-            f"anchors {list(anchors.positions.shape)}, kept {list(anchors.keep.shape)} for {input_ids.shape[0]} rows"
+            f"anchors {list(anchors.positions.shape)}, kept {list(anchors.keep.shape)} for "
+            f"{input_ids.shape[0]} rows"
         )
     rows, length = input_ids.shape
     batch = torch.arange(rows).view(-1, 1, 1)
@@ -125,7 +126,8 @@ def make_blocks(
     # Slots before the first supervised one are false, and must not end the product.
     eval_mask = (taken | ~proposes).to(torch.int64).cumprod(dim=-1).to(torch.bool) & proposes
 
-    # The row of the previous token is the teacher's; in the bonus-anchor layout's slot 0 that lies before the anchor.
+    # The previous token stands where its teacher state is; in the bonus-anchor layout's slot 0 that is no token of
+    # the block.
     previous = torch.maximum(teacher, start.unsqueeze(-1))
     previous_row = previous.clamp(max=length - 1)
     known = previous < length

@@ -16,7 +16,7 @@ MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Attributes by which families change their logits after the head. The drafter's and the teacher's distributions are
+# Attributes by which families change their logits after the head. Drafter and teacher are compared as
 # softmax(hidden @ head), so a target that does anything else there would be imitated wrongly.
 _LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 
@@ -165,7 +165,8 @@ def _read(config: Any, options: dict[str, Any], name: str, source: str | None = 
     value = options.pop(name) if name in options else getattr(config, source or name, None)
     if value is None:
         raise ConfigError(
-            f"{type(config).__name__} has no {source or name}", fix=f"give it: DraftConfig.from_target(..., {name}=...)"
+            f"{type(config).__name__} has no {source or name}",
+            fix=f"give it: DraftConfig.from_target(..., {name}=...)",
         )
     return value
 
@@ -187,7 +188,7 @@ def _refuse_changed_logits(config: Any) -> None:
         if value is not None and value != neutral:
             raise ConfigError(
                 f"the target changes its logits after the head ({name} = {value})",
-                why="drafter and teacher are compared as softmax(hidden @ head), which is not what it samples from.",
+                why="drafter and teacher are compared as softmax(hidden @ head); it samples from something else.",
                 fix="take a target whose logits are the head's.",
             )
 
@@ -200,7 +201,7 @@ def _check_sizes(config: DraftConfig) -> None:
             raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
-            f"{config.num_attention_heads} query heads can't share {config.num_key_value_heads} key and value heads"
+            f"{config.num_attention_heads} query heads can't share {config.num_key_value_heads} key-value heads"
         )
     if config.head_dim % 2:
         raise ConfigError(f"head_dim is {config.head_dim}; the rotary embedding needs an even one")
@@ -246,5 +247,6 @@ def _check_drafting(config: DraftConfig) -> None:
         )
     if config.draft_vocab_size is not None and not 0 < config.draft_vocab_size <= config.vocab_size:
         raise ConfigError(
-            f"draft_vocab_size {config.draft_vocab_size} of {config.vocab_size} tokens", fix="None for all of them."
+            f"draft_vocab_size {config.draft_vocab_size} of {config.vocab_size} tokens",
+            fix="None for all of them.",
         )

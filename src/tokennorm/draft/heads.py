@@ -1,7 +1,7 @@
 """What a drafter has besides its backbone: the Markov head and the confidence head.
 
-The backbone fills all slots of a block at once, so no slot knows what the others propose. The Markov head adds to a
-slot's logits a bias of low rank that depends on the token before it:
+The backbone fills all slots of a block at once, so no slot knows what the others propose. The Markov head adds to
+a slot's logits a bias of low rank that depends on the token before it:
 
     logits[k] += W2 latent[k],    e[k] = W1[previous token of slot k]
     vanilla   latent = e
@@ -9,8 +9,9 @@ slot's logits a bias of low rank that depends on the token before it:
     rnn       g, c, o = joint_proj [s; e; h];  latent = tanh(o);  s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
 
 with ``h`` the backbone's hidden state of the slot and ``s`` the state of the recurrence, 0 at the block's first
-proposal (DSpark, arXiv 2607.05147). In training the previous token is the data's, so all slots' latents come at once
-and the fused objective takes them without ever making logits; in decoding it is the one just drafted, slot by slot.
+proposal (DSpark, arXiv 2607.05147). In training the previous token is the data's, so all slots' latents come at
+once and the fused objective takes them without ever making logits; in decoding it is the one just drafted, slot by
+slot.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class MarkovHead(nn.Module):
             hidden: ``[..., K, D]``.
             first_slot: the block's first proposal; slots before it don't touch a recurrence.
         """
+        del first_slot
         latent, _ = self.step(embedded, hidden, None)
         return latent
 
@@ -110,7 +112,7 @@ class RnnMarkovHead(MarkovHead):
 
     def latents(self, embedded: Tensor, hidden: Tensor, *, first_slot: int = 0) -> Tensor:
         """The recurrence, unrolled from ``first_slot``; 0 before it."""
-        outputs: list[Tensor] = [embedded.new_zeros(embedded.shape[:-2] + (self.rank,))] * first_slot
+        outputs: list[Tensor] = [embedded.new_zeros((*embedded.shape[:-2], self.rank))] * first_slot
         state = None
         for slot in range(first_slot, embedded.shape[-2]):
             latent, state = self.step(embedded[..., slot, :], hidden[..., slot, :], state)
@@ -151,7 +153,8 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
         """``[..., D]`` and ``[..., r]`` to logits ``[...]``."""
-        inputs = hidden if not self.with_markov or embedded is None else torch.cat([hidden, embedded], dim=-1)
+        assert not self.with_markov or embedded is not None
+        inputs = torch.cat([hidden, embedded], dim=-1) if self.with_markov and embedded is not None else hidden
         return self.proj(inputs.detach() if self.detach_inputs else inputs).squeeze(-1)
 
 

@@ -48,7 +48,7 @@ def block_mask_mod(
     document_of_anchor = None if documents is None else documents.gather(1, anchors)
     last = sequence_length - 1
 
-    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def visible(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block = query // block_size
         in_context = key < sequence_length
         context = in_context & (key < start[b, block])
