@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -33,6 +34,51 @@ TERMS = {
     "confidence_cumprod_bias_num",
     "confidence_diag_den",
 }
+
+
+KEYWORDS = {
+    "_all_reduce_loss_denominators": ["loss_terms", "process_group"],
+    "_build_loss_weight_mask": [
+        "eval_mask",
+        "block_size",
+        "device",
+        "loss_decay_gamma",
+        "first_supervised_slot",
+    ],
+    "_l1_probability_distance_chunk": ["draft_logits", "target_logits"],
+    "_compute_l1_dist_per_token": ["draft_logits", "aligned_target_logits", "chunk_size"],
+    "_compute_accept_rate_3d": ["l1_dist_per_token"],
+    "_compute_local_l1_term": ["l1_dist_per_token", "loss_weight_mask"],
+    "_collect_acceptance_diagnostics": ["outputs", "accept_rate_3d", "loss_weight_mask", "has_confidence"],
+    "_collect_local_terms": ["outputs", "loss_decay_gamma", "l1_loss_alpha"],
+    "compute_dspark_loss": [
+        "outputs",
+        "loss_decay_gamma",
+        "ce_loss_alpha",
+        "l1_loss_alpha",
+        "confidence_head_alpha",
+        "process_group",
+        "return_terms",
+    ],
+}
+
+
+def test_names_and_keywords_that_other_code_relies_on() -> None:
+    assert module.__all__ == ["compute_dspark_loss"]
+    assert module._PROBABILITY_CHUNK_TOKENS == 128
+    for name, keywords in KEYWORDS.items():
+        parameters = inspect.signature(getattr(module, name)).parameters
+        assert list(parameters) == keywords
+        if name not in ("_compute_accept_rate_3d", "_all_reduce_loss_denominators"):
+            assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
+
+
+def test_denominators_of_one_process_are_copies() -> None:
+    terms = {f"{name}_loss_den": torch.tensor(float(i)) for i, name in enumerate(("ce", "l1", "confidence"), 1)}
+    found = module._all_reduce_loss_denominators(terms, process_group=None)
+    assert {name: float(value) for name, value in found.items()} == {name: float(v) for name, v in terms.items()}
+    found["ce_loss_den"].add_(1)
+    assert float(terms["ce_loss_den"]) == 1
 
 
 def evaluate(outputs: DSparkForwardOutput, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:

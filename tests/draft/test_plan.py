@@ -115,6 +115,15 @@ def test_draft_ids_are_checked(ids: torch.Tensor, size: int, message: str) -> No
         DraftVocabulary(ids, size)
 
 
+def test_a_vocabulary_is_copied_once_per_device() -> None:
+    vocabulary = DraftVocabulary(torch.tensor([2, 5]), 9)
+    moved = vocabulary.to("meta")
+    assert moved.ids.device.type == moved.draft_of.device.type == "meta"
+    assert (moved.size, moved.target_size) == (2, 9)
+    assert vocabulary.to("meta") is moved
+    assert moved.to("cpu") is vocabulary.to("cpu") is vocabulary
+
+
 def test_logits_that_are_not_the_vocabularys_are_refused() -> None:
     case = make_case()
     with pytest.raises(LossUsageError, match="23 and 23 logits per slot; the vocabulary maps 2"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokennorm.errors import LossUsageError
 
-__all__ = ["DSparkForwardOutput", "check_output", "supervised_slots", "teacher_positions"]
+__all__ = ["DSparkForwardOutput", "check_first_slot", "check_output", "supervised_slots", "teacher_positions"]
 
 
 @dataclass

@@ -53,6 +53,7 @@ class DraftVocabulary:
             )
         self.draft_of = torch.full((target_size,), -1, dtype=torch.int64, device=ids.device)
         self.draft_of[self.ids] = torch.arange(self.ids.shape[0], device=ids.device)
+        self._copies: dict[torch.device, DraftVocabulary] = {self.ids.device: self}
         distinct = int((self.draft_of >= 0).sum())
         if distinct != self.size:
             raise LossUsageError(
@@ -67,13 +68,14 @@ class DraftVocabulary:
         return self.ids.shape[0]
 
     def to(self, device: torch.device | str) -> DraftVocabulary:
-        """The same vocabulary with its tables on another device."""
-        if self.ids.device == torch.device(device):
-            return self
-        moved = object.__new__(DraftVocabulary)
-        moved.ids, moved.draft_of = self.ids.to(device), self.draft_of.to(device)
-        moved.target_size = self.target_size
-        return moved
+        """The same vocabulary with its tables on another device; copied once per device, not per micro-batch."""
+        device = torch.device(device)
+        if device not in self._copies:
+            moved = object.__new__(DraftVocabulary)
+            moved.ids, moved.draft_of = self.ids.to(device), self.draft_of.to(device)
+            moved.target_size, moved._copies = self.target_size, self._copies
+            self._copies[device] = moved
+        return self._copies[device]
 
 
 def cut_at_unknown(labels: Tensor, supervised: Tensor, vocabulary: DraftVocabulary) -> tuple[Tensor, Tensor]:
