@@ -20,7 +20,8 @@ from tests.engine.toy import (
 )
 from tokennorm.engine import CausalLMObjective, ObjectiveOutput
 from tokennorm.errors import EmptyWindowError, PatchError, TokenNormError
-from tokennorm.loss import RatioSum
+from tokennorm.loss import RatioSum, label_checks
+from tokennorm.testing import RefuseHostSync
 
 
 def capture_gradients(engine: Any) -> list[torch.Tensor]:
@@ -221,3 +222,18 @@ def test_a_router_loss_over_no_token_cannot_poison_the_window() -> None:
     assert report.metrics["router"] is not None
     assert math.isfinite(report.metrics["router"])
     assert torch.isfinite(weights(engine.model)).all()
+
+
+def test_a_micro_batch_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, accounting and backward, router term included; only the end of a window reads numbers."""
+    # An accelerator leaves the check of the labels to a flag that the end of the window reads.
+    monkeypatch.setattr(label_checks, "defers", lambda _: True)
+    engine = build_engine(ToyLM(router=0.3))
+    window = ToyWindows().windows[0]
+    with RefuseHostSync():
+        for batch in window:
+            engine.backward_step(engine.forward_step(batch), batch)
+    with RefuseHostSync(refuse=False) as watch:
+        engine.optimizer_step()
+        engine.train_post_step()
+    assert watch.syncs, "the mode sees what the end of a window reads"
