@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from recipes.sft.tests.tiny import EPOCHS, tiny_config
@@ -146,6 +147,37 @@ def test_logged_values_are_those_of_the_whole_window(tiny_folder: Path) -> None:
     assert sum(line["effective_tokens"] for line in steps) == EPOCHS * sum(job.datasets.train.supervised_lengths)
     # The last window of an epoch is short, truly: fewer tokens than the others.
     assert steps[-1]["total_tokens"] < steps[0]["total_tokens"]
+
+
+class HeadProducts(TorchDispatchMode):
+    """Counts the matrix products that have the vocabulary as a dimension."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.count = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
+            shapes = {size for arg in args if isinstance(arg, torch.Tensor) for size in arg.shape}
+            self.count += self.vocabulary in shapes
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_head_costs_three_matrix_products_per_micro_batch(tiny_folder: Path) -> None:
+    """Logits, their gradient's two products, and nothing recomputed: the sum reaches the loss as a broadcast."""
+    job = job_of(tiny_folder)
+    vocabulary = job.engine.model.get_input_embeddings().weight.shape[0]
+    batch = next(iter(job.windows))[0]
+    with HeadProducts(vocabulary) as products:
+        job.engine.backward_step(job.engine.forward_step(batch), batch)
+    assert products.count == 3
+    # Another upstream gradient is right as well, and costs the logits again.
+    with HeadProducts(vocabulary) as products:
+        loss = job.engine.model(
+            **{name: batch[name] for name in ("input_ids", "position_ids", "shift_labels")}, use_cache=False
+        ).loss
+        (loss * torch.rand_like(loss)).sum().backward()
+    assert products.count > 3
 
 
 def test_the_policy_for_empty_windows_reaches_the_kit(tiny_folder: Path) -> None:
