@@ -488,3 +488,27 @@ def test_importing_the_kit_needs_torch_only():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert "no loss_function" in done.stdout
+
+
+def test_two_threads_in_one_model_are_refused(model):
+    """``torch.nn.DataParallel`` runs replicas, which share the patch, in threads."""
+    import threading
+
+    caught: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            model(**batch())
+        except PatchError as error:
+            caught.append(error)
+
+    def during(*_: Any) -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    handle = model.model.register_forward_pre_hook(during)
+    model(**batch())
+    handle.remove()
+    assert len(caught) == 1
+    assert "same time" in str(caught[0])

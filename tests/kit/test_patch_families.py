@@ -13,7 +13,8 @@ from benchmarks.shrunk_models import VOCABULARY, build, shrunk_config
 from tokennorm.errors import PatchError
 from tokennorm.kit import apply_chunked_token_loss_patch, patch
 from tokennorm.kit.deferred_recording import Recording
-from tokennorm.kit.patch_call import ForwardCall, LossPlaceholder
+from tokennorm.kit.patch_call import ForwardCall
+from tokennorm.kit.patch_placeholder import LossPlaceholder
 
 FAMILIES = {
     "plain": "LlamaForCausalLM",

@@ -133,7 +133,7 @@ class DeferredLogits(torch.Tensor):
             raise PatchError(
                 "the model changed its logits in place and then read them through an older view",
                 why="the deferred logits don't follow a write from one view to another.",
-                fix="use the model's own per-token loss: see docs on models that the patch refuses.",
+                fix="give the recipe a per-token loss of its own for this model.",
             )
 
     def materialise(self, operation: str) -> Tensor:

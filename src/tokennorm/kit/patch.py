@@ -16,11 +16,19 @@ import torch
 from torch import nn
 
 from tokennorm.errors import PatchError
-from tokennorm.kit.patch_call import OWN_LOSS, ForwardCall, Targets
+from tokennorm.kit.patch_call import ForwardCall, Targets
 from tokennorm.kit.patch_head import DeferringHead, deferring_head_class, reduce_swapped, swap_class
 from tokennorm.kit.patch_output import check_output_class, with_token_losses
 from tokennorm.kit.patch_probe import probe
-from tokennorm.kit.patch_state import OWN_LOSS_ATTRIBUTE, STATE_ATTRIBUTE, PatchState, answering, lost_patch
+from tokennorm.kit.patch_state import (
+    OWN_LOSS_ATTRIBUTE,
+    STATE_ATTRIBUTE,
+    PatchState,
+    answering,
+    check_thread,
+    lost_patch,
+)
+from tokennorm.kit.patch_target import causal_lm, head_of, unwrapped
 
 __all__ = ["apply_chunked_token_loss_patch", "remove_chunked_token_loss_patch"]
 
@@ -67,12 +75,12 @@ def apply_chunked_token_loss_patch(
         raise PatchError(f"chunk_size must be at least 1, not {chunk_size}")
     if output_cls is not None:
         check_output_class(output_cls)
-    inner = _causal_lm(model)
+    inner = causal_lm(model)
     state: PatchState | None = inner.__dict__.get(STATE_ATTRIBUTE)
     if state is not None:
         state.chunk_size, state.output_cls = chunk_size, output_cls
         return model
-    head_name, head = _head_of(inner)
+    head_name, head = head_of(inner)
     own_loss = inner.__dict__.pop("loss_function", None) or inner.__dict__.get(OWN_LOSS_ATTRIBUTE)
     state = PatchState(head=head_name, chunk_size=chunk_size, output_cls=output_cls, own_loss=own_loss)
     inner.__dict__.update({STATE_ATTRIBUTE: state, OWN_LOSS_ATTRIBUTE: lost_patch})
@@ -95,7 +103,7 @@ def remove_chunked_token_loss_patch(model: Any) -> Any:
     Returns:
         The same ``model``.
     """
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     state: PatchState | None = inner.__dict__.pop(STATE_ATTRIBUTE, None)
     if state is None:
         return model
@@ -169,6 +177,7 @@ def _forward(model: Any, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Forward of a patched model."""
     state: PatchState = model.__dict__[STATE_ATTRIBUTE]
     num_supervised = kwargs.pop("num_supervised", None)
+    check_thread(state)
     if state.call is not None:
         # The probe asks for the family's own forward.
         return base.forward(model, *args, **kwargs)
@@ -227,73 +236,6 @@ def _family_arguments(base: Any, arguments: dict[str, Any], *, as_tuple: bool) -
 def _wants_dict(model: Any, arguments: dict[str, Any]) -> bool:
     asked = arguments.get("return_dict")
     return bool(getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked)
-
-
-def _unwrapped(model: Any) -> Any:
-    """The model inside DDP, DataParallel, FSDP1 or PEFT."""
-    while True:
-        if callable(getattr(type(model), "get_base_model", None)):
-            model = model.get_base_model()
-        elif isinstance(getattr(model, "module", None), nn.Module) and not _has_loss_function(model):
-            model = model.module
-        else:
-            return model
-
-
-def _has_loss_function(model: Any) -> bool:
-    return hasattr(type(model), "loss_function") or "loss_function" in vars(model)
-
-
-def _causal_lm(model: Any) -> Any:
-    """The module to patch, or an error that says why there is none."""
-    inner = _unwrapped(model)
-    name = type(inner).__name__
-    if not isinstance(inner, nn.Module):
-        raise PatchError(f"apply_chunked_token_loss_patch needs a torch.nn.Module, not a {name}")
-    if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None:
-        raise PatchError(
-            "the whole model is compiled",
-            why="deferred logits are Python that a compiled forward can't hold.",
-            fix="compile the base model instead: model.model = torch.compile(model.model).",
-        )
-    if not _has_loss_function(inner):
-        raise PatchError(
-            f"{name} has no loss_function",
-            why="that call is where a causal LM of transformers hands its logits over.",
-            fix=OWN_LOSS,
-        )
-    if "forward" in vars(inner):
-        raise PatchError(
-            f"forward of this {name} was replaced on the instance",
-            why="the replacement would hide the patched forward.",
-            fix="apply the patch first, then accelerate's prepare (or whatever replaced it).",
-        )
-    return inner
-
-
-def _head_of(model: Any) -> tuple[str, nn.Module]:
-    """Name and module of the output head."""
-    head = None
-    if callable(getattr(model, "get_output_embeddings", None)):
-        head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
-    if not isinstance(head, nn.Module):
-        config: Any = getattr(model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        width = getattr(text, "vocab_size", None)
-        wide = [it for it in modules.values() if isinstance(it, nn.Linear) and it.out_features == width]
-        head = wide[-1] if len(wide) == 1 else None
-    name = next((name for name, module in modules.items() if module is head), None)
-    if head is None or name is None:
-        raise PatchError(
-            f"{type(model).__name__} has no single output head: get_output_embeddings() gives "
-            f"{type(head).__name__}",
-            why="its losses are computed from what the head's input is.",
-            fix=OWN_LOSS,
-        )
-    if isinstance(head, DeferringHead):
-        raise PatchError("the head belongs to another patched model", fix="patch only the outermost model.")
-    return name, head
 
 
 def _probe(model: Any) -> None:

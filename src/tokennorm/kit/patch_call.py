@@ -15,14 +15,11 @@ from tokennorm.errors import PatchError
 from tokennorm.kit.deferred_logits import DeferredLogits, HeadCall
 from tokennorm.kit.deferred_recording import Recording
 from tokennorm.kit.patch_head import DeferringHead, LossRequest, losses_of_logits, num_logits_of
+from tokennorm.kit.patch_placeholder import OWN_LOSS, LossPlaceholder
 
-__all__ = ["OWN_LOSS", "ForwardCall", "LossPlaceholder", "Targets", "autocast_dtype"]
+__all__ = ["ForwardCall", "Targets"]
 
 logger = logging.getLogger(__name__)
-
-OWN_LOSS = (
-    "give the recipe a per-token loss of its own (tokennorm.loss.linear_cross_entropy on the hidden states)."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,7 @@ class ForwardCall:
             head.run,
             hidden,
             num_logits or 0,
-            autocast_dtype(hidden, getattr(head, "weight", None)),
+            _output_dtype(hidden, getattr(head, "weight", None)),
             self._report,
         )
         self.head_calls.append(source)
@@ -178,7 +175,10 @@ class ForwardCall:
         hidden = hidden.reshape(-1, hidden.shape[-1])
         request.targets = request.targets.to(hidden.device, non_blocking=True)
         request.recording = logits.recording
-        return source.head.run_for_losses(hidden, request)  # pyright: ignore[reportCallIssue]
+        losses = source.head.run_for_losses(hidden, request)  # pyright: ignore[reportCallIssue]
+        if not request.answered:
+            self._report("a head whose forward was replaced or whose weights are split")
+        return losses
 
     def _request(
         self, rows: torch.Size, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None
@@ -239,62 +239,7 @@ class ForwardCall:
         )
 
 
-class LossPlaceholder(torch.Tensor):
-    """The zero that a model gets for its loss: what it adds to it is a loss of its own.
-
-    Attributes:
-        extra: the sum of what was added, or None.
-    """
-
-    extra: Tensor | None
-
-    @staticmethod
-    def zero(like: Tensor) -> LossPlaceholder:
-        """A placeholder with the dtype and device of ``like``."""
-        placeholder = torch.zeros((), dtype=like.dtype, device=like.device).as_subclass(LossPlaceholder)
-        placeholder.extra = None
-        return placeholder
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        with torch._C.DisableTorchFunctionSubclass():
-            if name in ("add", "__add__", "__radd__", "add_", "__iadd__") and len(args) == 2 and not kwargs:
-                return _add(args, in_place=name in ("add_", "__iadd__"))
-            if name in ("to", "float", "double", "contiguous", "clone", "squeeze"):
-                return args[0]
-            if name in ("__get__", "size", "dim", "numel", "is_floating_point", "__repr__"):
-                return func(*args, **kwargs)
-        raise PatchError(
-            f"the model applies {name} to its loss; only adding to it can be followed",
-            why="the patch can't tell what that would do to each token's loss.",
-            fix=OWN_LOSS,
-        )
-
-
-def _add(args: tuple[Any, Any], *, in_place: bool) -> Any:
-    one, other = args
-    if not isinstance(one, LossPlaceholder):
-        if in_place:
-            return NotImplemented
-        one, other = other, one
-    if isinstance(other, LossPlaceholder):
-        raise PatchError("the model adds its loss to itself", fix=OWN_LOSS)
-    total = one if in_place else LossPlaceholder.zero(one.as_subclass(Tensor))
-    if not isinstance(other, Tensor):
-        if other == 0:
-            total.extra = one.extra
-            return total
-        other = torch.full((), other, dtype=one.dtype, device=one.device)
-    if other.dim():
-        raise PatchError(f"the model adds a tensor of shape {list(other.shape)} to its loss", fix=OWN_LOSS)
-    total.extra = other if one.extra is None else one.extra + other
-    return total
-
-
-def autocast_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
+def _output_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
     """The dtype that a linear layer's output has here."""
     device = hidden.device.type
     if (

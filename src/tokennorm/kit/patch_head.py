@@ -101,7 +101,9 @@ class DeferringHead:
             return plain(*args, **kwargs)
         (hidden,) = args
         weight: Any = getattr(self, "weight", None)
-        if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
+        split = isinstance(weight, Tensor) and len(weight) < request.recording.last
+        if split or isinstance(hidden, DTensor) or isinstance(weight, DTensor):
+            # A part of the vocabulary is elsewhere; hooks gather real logits, if anything does.
             return plain(hidden)
         request.answered = True
         if getattr(plain, "__func__", None) is nn.Linear.forward and type(weight) in (Tensor, nn.Parameter):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokennorm.errors import PatchError
 from tokennorm.kit.deferred_logits import DeferredLogits
-from tokennorm.kit.patch_call import OWN_LOSS, LossPlaceholder
+from tokennorm.kit.patch_placeholder import OWN_LOSS, LossPlaceholder
 
 __all__ = ["check_output_class", "output_class_for", "with_token_losses"]
 

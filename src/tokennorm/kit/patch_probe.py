@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tokennorm.errors import PatchError
-from tokennorm.kit.patch_call import OWN_LOSS, ForwardCall, Targets
+from tokennorm.kit.patch_call import ForwardCall, Targets
 from tokennorm.kit.patch_output import with_token_losses
+from tokennorm.kit.patch_placeholder import OWN_LOSS
 from tokennorm.kit.patch_state import STATE_ATTRIBUTE, PatchState, answering, patched_head
 
 __all__ = ["probe"]

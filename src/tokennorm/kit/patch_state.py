@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,15 @@ from torch import nn
 from tokennorm.errors import PatchError
 from tokennorm.kit.patch_head import CALL_ATTRIBUTE, DeferringHead
 
-__all__ = ["OWN_LOSS_ATTRIBUTE", "STATE_ATTRIBUTE", "PatchState", "answering", "lost_patch", "patched_head"]
+__all__ = [
+    "OWN_LOSS_ATTRIBUTE",
+    "STATE_ATTRIBUTE",
+    "PatchState",
+    "answering",
+    "check_thread",
+    "lost_patch",
+    "patched_head",
+]
 
 STATE_ATTRIBUTE = "_tokennorm_patch"
 # Where transformers keeps a loss function that is set on an instance. The patched class does not read it.
@@ -37,7 +46,7 @@ class PatchState:
         own_loss: the loss function that was set on the instance, or None for the family's.
         chunk_size, output_cls: as given to the patch.
         probe_due: whether the probe still has to run, at the first forward with labels.
-        call: answers head and loss function while a forward runs; None otherwise.
+        call, thread: what answers head and loss function while a forward runs, and in which thread; else None.
         reported: operations already logged as making the logits real.
     """
 
@@ -47,6 +56,7 @@ class PatchState:
     own_loss: Any = None
     probe_due: bool = False
     call: Any = None
+    thread: int | None = None
     reported: set[str] = field(default_factory=set)
 
 
@@ -67,14 +77,30 @@ def patched_head(model: nn.Module, state: PatchState) -> DeferringHead:
     return head
 
 
+def check_thread(state: PatchState) -> None:
+    """Refuse a second forward at the same time, as ``torch.nn.DataParallel`` runs them."""
+    if state.thread not in (None, threading.get_ident()):
+        raise PatchError(
+            "two threads run the forward of one patched model at the same time",
+            why="their losses would be mixed up.",
+            fix="use DistributedDataParallel instead of DataParallel, or a copy of the model for each thread.",
+        )
+
+
 @contextmanager
 def answering(model: nn.Module, call: Any) -> Iterator[None]:
-    """Let ``call`` answer the model's head and loss function."""
+    """Let ``call`` answer the model's head and loss function.
+
+    Raises:
+        PatchError: another thread runs this model's forward.
+    """
     state: PatchState = model.__dict__[STATE_ATTRIBUTE]
+    check_thread(state)
     head = patched_head(model, state)
     state.call = head.__dict__[CALL_ATTRIBUTE] = call
+    state.thread = threading.get_ident()
     try:
         yield
     finally:
-        state.call = None
+        state.call = state.thread = None
         head.__dict__.pop(CALL_ATTRIBUTE, None)
