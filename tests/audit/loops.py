@@ -218,7 +218,7 @@ def summing_hook(model, optimizer, batches: Batches) -> None:
     optimizer.step()
 
 
-def _sum_bucket(_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_bucket(_state, bucket):
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 

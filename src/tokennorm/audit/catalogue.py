@@ -254,6 +254,11 @@ _ENTRIES = (
         fix="step once, after the last micro-batch.",
     ),
     Mistake(
+        name="rounding",
+        explanation="the normalisation is right, but the gradient differs by more rounding than the tolerance allows",
+        fix="look for a part of the loop that computes in a lower precision, or audit with a larger tolerance=.",
+    ),
+    Mistake(
         name="unknown",
         explanation="none of the known mistakes explains the gradients of all layouts",
         fix="look at the token weights and at the layouts where the error is largest.",

@@ -33,6 +33,8 @@ GROUPING_MISTAKES: dict[str, tuple[str, ...]] = {
 }
 MASK_MISTAKES: dict[str, tuple[str, ...]] = {
     "all": (),
+    # With the division by the number of ranks undone though nothing was averaged, or not.
+    "own rank x R": ("ranks_not_synchronised",),
     "own rank": ("ranks_not_synchronised",),
     "without rank 0": ("rank_gradient_missing",),
     "without rank 1": ("rank_gradient_missing",),
@@ -118,6 +120,7 @@ class Split:
         if rule.mask == "without the skipped, uncounted":
             table = [[c if (r, m) in present else 0.0 for m, c in enumerate(row)] for r, row in enumerate(table)]
         by_place = self._by_place(rule.grouping, table)
+        times = self.ranks if rule.mask == "own rank x R" else 1.0
         samples = [count for count in self.vector_counts if count]
         coefficients = []
         for place, count in zip(self.places, self.vector_counts, strict=True):
@@ -129,7 +132,7 @@ class Split:
                 mine = sum(1 for p, c in zip(self.places, self.vector_counts, strict=True) if p == place and c)
                 coefficients.append(_over(1.0, count * mine * self.ranks * self.micro_batches))
             else:
-                coefficients.append(by_place[place[0]][place[1]])
+                coefficients.append(by_place[place[0]][place[1]] * times)
         return coefficients
 
     def part(self, rule: Rule, main: Sequence[float]) -> list[float]:
@@ -198,7 +201,7 @@ class Split:
             return everything - self.skipped
         if mask == "all" or self.ranks == 1:
             return everything
-        if mask == "own rank":
+        if mask.startswith("own rank"):
             return {place for place in everything if place[0] == self.observer}
         gone = {"without rank 0": 0, "without rank 1": 1}.get(mask, self.ranks - 1)
         return {place for place in everything if place[0] != gone}

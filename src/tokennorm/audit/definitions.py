@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tokennorm.audit.jobs import LoopUnderTest
 from tokennorm.audit.layouts import Layout
-from tokennorm.audit.reference import WindowKey, load, sum_gradient
+from tokennorm.audit.reference import WindowKey, gradient_of, load
 from tokennorm.audit.samples import IGNORED, PADDING, Sample, collate, is_token_batch
 from tokennorm.audit.token_loss import CausalTokenLoss, as_token_loss
 
@@ -125,6 +125,8 @@ class Definition:
         change: what it makes of a batch and the samples in it.
         logits_dtype: half precision from the logits on (needs the default token loss).
         autocast: half precision in the model.
+        upstream: what the sum of token losses is multiplied by before backward, which decides how half precision
+            rounds: ``sum`` (1), ``window`` (R / D) or ``mean`` (1 / (M n)). It is divided out again.
     """
 
     key: str
@@ -132,6 +134,7 @@ class Definition:
     change: Callable[[Batch, Any], Batch] | None = None
     logits_dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
+    upstream: str = "sum"
 
     @property
     def rounds(self) -> bool:
@@ -162,9 +165,17 @@ DEFINITIONS = (
             ("one document, masked", _one_document_masked),
         )
     ),
-    Definition(key="bfloat16 loss", names=("half_precision_loss",), logits_dtype=torch.bfloat16),
-    Definition(key="float16 loss", names=("half_precision_loss",), logits_dtype=torch.float16),
-    Definition(key="bfloat16 autocast", names=("half_precision_arithmetic",), autocast=torch.bfloat16),
+    *(
+        Definition(
+            key=f"{name}, {upstream}", names=(f"half_precision_{kind}",), upstream=upstream, **{option: dtype}
+        )
+        for upstream in ("window", "mean", "sum")
+        for name, kind, option, dtype in (
+            ("bfloat16 loss", "loss", "logits_dtype", torch.bfloat16),
+            ("float16 loss", "loss", "logits_dtype", torch.float16),
+            ("bfloat16 autocast", "arithmetic", "autocast", torch.bfloat16),
+        )
+    ),
 )
 
 
@@ -195,6 +206,8 @@ class DefinitionsJob:
     Args:
         layouts: and ``samples``, ``states``, ``windows``, ``shapes``: as in the reference's job.
         coordinates: ``[P']``, which entries of a flat gradient to bring back; None for all.
+        keys: of the definitions.
+        due: D of each window.
     """
 
     layouts: Sequence[Layout]
@@ -203,6 +216,8 @@ class DefinitionsJob:
     windows: dict[WindowKey, int]
     shapes: dict[str, tuple[int, ...]]
     coordinates: Tensor | None
+    keys: frozenset[str]
+    due: dict[WindowKey, float]
 
     def __call__(self, loop: LoopUnderTest, _rank: int) -> dict[WindowKey, list[list[WrongGradients]]]:
         """Run in a process of its own; ``[rank][micro-batch]`` for each window."""
@@ -214,21 +229,22 @@ class DefinitionsJob:
             load(exact, self.states[state])
             layout = self.layouts[key[0]]
             found[key] = [
-                [self._micro_batch(loop, exact, model, layout, numbers) for numbers in micro_batches]
+                [self._micro_batch(loop, exact, model, key, numbers) for numbers in micro_batches]
                 for micro_batches in layout.windows[key[1]]
             ]
         return found
 
     def _micro_batch(
-        self, loop: LoopUnderTest, exact: nn.Module, model: nn.Module, layout: Layout, numbers: Sequence[int]
+        self, loop: LoopUnderTest, exact: nn.Module, model: nn.Module, key: WindowKey, numbers: Sequence[int]
     ) -> WrongGradients:
+        layout = self.layouts[key[0]]
         samples = [self.samples[number % len(self.samples)] for number in numbers]
         batch = self._plain_batch(loop, exact, samples, layout.packed)
         gradients, counts = {}, {}
-        for definition in DEFINITIONS:
+        for definition in (d for d in DEFINITIONS if d.key in self.keys):
             # A definition that this model or batch can't be put through is not the mistake that it made.
             with contextlib.suppress(Exception):
-                outcome = self._gradient(loop, exact, model, definition, batch, samples)
+                outcome = self._gradient(loop, exact, model, definition, batch, samples, key)
                 if outcome is not None:
                     gradients[definition.key], counts[definition.key] = outcome
         return WrongGradients(
@@ -252,6 +268,7 @@ class DefinitionsJob:
         definition: Definition,
         batch: Any,
         samples: Sequence[Any],
+        key: WindowKey,
     ) -> tuple[Tensor, float] | None:
         """Gradient and count of a changed micro-batch; None where the definition changes nothing."""
         token_loss, network, context = loop.token_loss, exact, contextlib.nullcontext()
@@ -273,11 +290,16 @@ class DefinitionsJob:
             batch = changed
         with context:
             outcome = as_token_loss(token_loss(network, batch))
-        gradient = sum_gradient(outcome, network, self.shapes)
-        return (
-            gradient if self.coordinates is None else gradient[self.coordinates],
-            float(outcome.weight_or_ones().sum()),
-        )
+        count = float(outcome.weight_or_ones().sum())
+        layout = self.layouts[key[0]]
+        scale = {
+            "sum": 1.0,
+            "window": layout.ranks / self.due[key],
+            "mean": 1.0 / (max(count, 1.0) * len(layout.windows[key[1]][0])),
+        }[definition.upstream]
+        value = (outcome.weight_or_ones() * outcome.loss).to(torch.promote_types(outcome.loss.dtype, torch.float32))
+        gradient = gradient_of(value.sum() * scale, network, self.shapes) / scale
+        return gradient if self.coordinates is None else gradient[self.coordinates], count
 
 
 def _same(one: Batch, other: Batch) -> bool:

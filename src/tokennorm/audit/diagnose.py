@@ -29,6 +29,8 @@ _SKIPPED = 1e-3
 # Half precision: how large the error may be, and which part of its square the prediction must explain.
 _LARGEST_ROUNDING = 0.05
 _EXPLAINED = 0.5
+# By which factor the size of an unexplained error may differ from that of half precision.
+_ALIKE = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,8 @@ def diagnose(
     *,
     tolerance: float,
     coordinates: Tensor | None = None,
-) -> Diagnosis | None:
-    """Explain windows that are finite and stepped once; None if a clipping of the loop's own explains them.
+) -> Diagnosis:
+    """Explain windows that are finite, not all exact, and stepped once.
 
     Args:
         windows: the evidence.
@@ -105,7 +107,7 @@ def diagnose(
         _observation(evidence, gradients, observer, coordinates)
         for evidence, gradients in zip(windows, wrong, strict=True)
         if evidence.due > 0
-        for observer in (range(1) if evidence.ranks_agree else range(evidence.ranks))
+        for observer in _observers(evidence, windows)
     ]
     if not observations:
         return named(["unknown"])
@@ -125,6 +127,9 @@ def diagnose(
     if rounding:
         best = min(rounding, key=lambda h: (len(h.names), h.residual))
         return named((*prefix, *best.names), residual=best.residual)
+    alike = _like_rounding(observations)
+    if alike:
+        return _unsure(alike) if len(alike) > 1 else named(alike)
     nearest = sorted((h.residual, "+".join(in_order(set(n)))) for n, h in found if n)
     return named(
         ["unknown"],
@@ -133,7 +138,13 @@ def diagnose(
     )
 
 
-def _simplest(accepted: list[tuple[tuple[str, ...], _Hypothesis]]) -> Diagnosis | None:
+def _observers(evidence: Evidence, windows: Sequence[Evidence]) -> range:
+    """Ranks to explain: one if all agree; after ranks have stepped apart, only the one whose weights are known."""
+    apart = any(e.layout is evidence.layout and e.window < evidence.window and not e.ranks_agree for e in windows)
+    return range(1) if apart or evidence.ranks_agree else range(evidence.ranks)
+
+
+def _simplest(accepted: list[tuple[tuple[str, ...], _Hypothesis]]) -> Diagnosis:
     def cost(item: tuple[tuple[str, ...], _Hypothesis]) -> float:
         names, hypothesis = item
         return len(set(names)) + hypothesis.cost
@@ -145,20 +156,46 @@ def _simplest(accepted: list[tuple[tuple[str, ...], _Hypothesis]]) -> Diagnosis 
             key = in_order(set(names))
             best[key] = min(best.get(key, math.inf), hypothesis.residual)
     if () in best:
-        return None
+        return named(["rounding"], residual=best[()])
     if len(best) == 1:
         key, residual = next(iter(best.items()))
         return named(key, residual=residual)
-    candidates = ["+".join(key) for key in sorted(best, key=lambda key: best[key])]
-    explanation = f"these explain the layouts equally well: {', '.join(candidates)}"
-    unsure = named(["cannot_tell"], residual=max(best.values()), candidates=candidates)
+    return _unsure(["+".join(key) for key in sorted(best, key=lambda key: best[key])], max(best.values()))
+
+
+def _unsure(candidates: Sequence[str], residual: float = math.nan) -> Diagnosis:
     return Diagnosis(
         name="cannot_tell",
         candidates=tuple(candidates),
-        residual=unsure.residual,
-        explanation=explanation,
-        fix=unsure.fix,
+        residual=residual,
+        explanation=f"these explain the layouts equally well: {', '.join(candidates)}",
+        fix=CATALOGUE["cannot_tell"].fix,
     )
+
+
+def _like_rounding(observations: Sequence[_Observation]) -> list[str]:
+    """Kinds of half precision that would err as much as this, where none rounds in the same places.
+
+    How half precision rounds depends on what a loop multiplies its loss by; how much, hardly.
+    """
+    alike = []
+    for definition in DEFINITIONS:
+        ratios = []
+        for o in observations:
+            if definition.key not in o.micro_batches or not o.gradient.any():
+                break
+            vectors, own = o.micro_batches[definition.key]
+            right = o.samples.sum(0) / o.split.due
+            error = float((o.gradient - right).norm() / right.norm())
+            predicted = float((vectors.sum(0) / sum(map(sum, own)) - right).norm() / right.norm())
+            if not definition.rounds or error > _LARGEST_ROUNDING or o.extras is not None:
+                break
+            ratios.append(error / max(predicted, 1e-300))
+        else:
+            # A systematic error of the same size has another ratio in every window.
+            if ratios and 1 / _ALIKE < min(ratios) and max(ratios) < _ALIKE:
+                alike.extend(name for name in definition.names if name not in alike)
+    return alike
 
 
 def _applies(names: Sequence[str], observations: Sequence[_Observation]) -> bool:
@@ -175,7 +212,7 @@ def _search(observations: Sequence[_Observation], tolerance: float, *, rounding:
     ranks = max(o.size.ranks for o in observations)
     masks = ["all"]
     if ranks > 1:
-        masks += ["own rank", "without rank 0", "without rank 1", "without the last rank"]
+        masks += ["own rank x R", "own rank", "without rank 0", "without rank 1", "without the last rank"]
     if skipped:
         masks += ["without the skipped", "without the skipped, uncounted"]
     has_counts = all("positions" in o.split.counts for o in observations)
@@ -240,12 +277,13 @@ def _evaluate(
             right_basis, right = _predictions(observation, None, chosen)
             exact_po.append(_explained(observation.gradient, right @ right_basis, coefficients @ basis))
     pp, po = torch.stack(pp), torch.stack(po)
-    oo = torch.stack([o.gradient @ o.gradient for o in observations])[:, None].clamp_min(1e-300)
+    exact_oo = torch.stack([o.gradient @ o.gradient for o in observations])[:, None]
+    oo = exact_oo.clamp_min(1e-300)
     sizes = [o.size for o in observations]
     found = []
     for factor in FACTORS[:1] if rounding else FACTORS:
         scales = factor.scales(sizes, pp, po, oo)
-        residuals = ((oo - 2 * scales * po + scales**2 * pp).clamp_min(0) / oo).sqrt()
+        residuals = ((exact_oo - 2 * scales * po + scales**2 * pp).clamp_min(0) / oo).sqrt()
         worst = residuals.amax(0)
         for place, (_, rule_names) in enumerate(wanted):
             all_names = tuple(sorted({*rule_names, *factor.names}))

@@ -13,7 +13,7 @@ from tokennorm.audit.layouts import Layout
 from tokennorm.audit.observe import ClipRecord, WindowRecord
 from tokennorm.audit.reference import ExtraGradient, ReferenceResult, WindowKey
 
-__all__ = ["Evidence", "Group", "expected_after_clipping", "window_evidence"]
+__all__ = ["Evidence", "Group", "expected_after_clipping", "undo_own_clipping", "window_evidence"]
 
 # Below this the ranks hold the same gradient; all-reduce gives every rank the same bits, but gathers may not.
 _SAME = 1e-5
@@ -186,6 +186,30 @@ def expected_after_clipping(reference: Tensor, clip: ClipRecord | None) -> Tenso
         return reference
     norm = torch.linalg.vector_norm(reference, clip.norm_type)
     return reference * min(1.0, clip.max_norm / (float(norm) + 1e-6))
+
+
+def undo_own_clipping(windows: Sequence[Evidence]) -> float | None:
+    """Recognise a right gradient that the loop clips with code of its own, and undo it; the norm that it clips to.
+
+    Gradients of the same norm in several windows, each a multiple of its reference, are no coincidence.
+    """
+    seen = [e for e in windows if e.clip is None and e.finite and e.due > 0 and e.observed.any()]
+    norms = [float(e.observed[0].norm()) for e in seen]
+    limit = max(norms, default=0.0)
+    at_limit = [e for e, norm in zip(seen, norms, strict=True) if norm > (1 - _SAME) * limit]
+    if len(seen) < len(windows) or len({id(e.layout) for e in at_limit}) < 2:
+        return None
+    scales = [min(1.0, limit / float(e.reference.norm())) for e in seen]
+    if all(scale == 1.0 for scale in scales) or any(
+        (row - scale * e.reference).norm() > _SAME * row.norm()
+        for e, scale in zip(seen, scales, strict=True)
+        for row in e.observed
+    ):
+        return None
+    for e, scale in zip(seen, scales, strict=True):
+        e.observed = e.observed / scale
+        e.clip = ClipRecord(max_norm=limit, norm_type=2.0, total_norm=float(e.observed[0].norm()), gradients_before={})
+    return limit
 
 
 def _before_clipping(

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from tokennorm.audit.frames import PipeClosed, dumps, read_frame, write_frame
 from tokennorm.audit.rank import run_rank, stack_of
 
@@ -59,6 +61,8 @@ def main(command_read: int, reply_write: int) -> None:
 
 def serve(loop: Any, command_read: int, reply_write: int) -> None:
     """Answer commands until the audit closes its end."""
+    # The first optimizer imports some 800 modules: once here, instead of in every rank.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     while True:
         try:
             world_size, jobs, timeout_s = pickle.loads(read_frame(command_read))

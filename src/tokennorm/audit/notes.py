@@ -19,7 +19,7 @@ def make_notes(
     reports: Sequence[LayoutReport],
     evidence: Mapping[WindowKey, Evidence],
     *,
-    clipped: bool,
+    own_clipping: float | None,
 ) -> tuple[str, ...]:
     """All remarks for a report.
 
@@ -27,17 +27,15 @@ def make_notes(
         description: of the model.
         reports: of the layouts.
         evidence: of the windows.
-        clipped: a clipping of the loop's own had to be allowed for.
+        own_clipping: the norm to which the loop clips with code of its own.
     """
     notes = []
     if description.dropout:
         notes.append("dropout modules were set to p = 0, in the loop and in the reference")
     if not any(report.packed for report in reports) and not description.takes_positions:
         notes.append("no packed layouts: the model's forward takes no position_ids, so it can't isolate documents")
-    if clipped:
-        notes.append(
-            "the loop clips gradients with code of its own; norms that agree in several layouts were taken for it"
-        )
+    if own_clipping is not None:
+        notes.append(f"the loop clips gradients to a norm of {own_clipping:.4g} with code of its own")
     notes += _logged(reports)
     if any(e.extras for e in evidence.values()):
         notes.append(

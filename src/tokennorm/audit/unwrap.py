@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tokennorm.errors import AuditError
 
@@ -30,9 +29,15 @@ def _plain_name(name: str) -> str:
 def full(value: Tensor) -> Tensor:
     """A detached copy of a tensor on the CPU, gathered from its shards if it has any (a collective)."""
     value = value.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+    if _is_sharded(value):
+        value = cast(Any, value).full_tensor()
     return value.cpu().clone()
+
+
+def _is_sharded(value: Tensor) -> bool:
+    """Whether it is a DTensor; the module is not imported for a program that has none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def silence_dropout(model: nn.Module) -> bool:
@@ -81,12 +86,12 @@ def _undo_fully_shard(model: nn.Module) -> None:
     plain: dict[int, nn.Parameter] = {}  # by identity, so that tied weights stay tied
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if isinstance(parameter, DTensor):
+            if parameter is not None and _is_sharded(parameter):
                 if id(parameter) not in plain:
-                    value = cast(DTensor, parameter).full_tensor().detach().clone()
+                    value = cast(Any, parameter).full_tensor().detach().clone()
                     plain[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 module._parameters[name] = plain[id(parameter)]
-        if isinstance(module, FSDPModule):
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             # fully_shard made a subclass (FSDPModule, original): the original is what the person wrote.
             module.__class__ = type(module).__mro__[2]
         for hooks in (module._forward_pre_hooks, module._forward_hooks):

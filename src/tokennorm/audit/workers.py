@@ -40,19 +40,29 @@ class Workers:
     Args:
         loop: what the ranks work on; pickled by reference where that is possible.
         timeout_s: seconds without progress after which ranks count as hanging.
+        start_method: ``spawn`` or ``fork``; ``auto`` forks only where it has to.
     """
 
-    def __init__(self, loop: Any, *, timeout_s: float) -> None:
+    def __init__(self, loop: Any, *, timeout_s: float, start_method: str = "auto") -> None:
+        if start_method not in ("auto", "spawn", "fork"):
+            raise ConfigError(f"start_method is {start_method!r}", fix="choose auto, spawn or fork.")
         if not hasattr(os, "fork"):
             raise ConfigError("the audit needs an operating system with fork", fix="run it on Linux or macOS.")
         self._timeout_s = timeout_s
+        self._start_method = start_method
         self._loop = loop
         self._pid = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Workers:
         """Start the launcher."""
-        payload = _by_reference(self._loop)
+        payload = None if self._start_method == "fork" else _by_reference(self._loop)
+        if payload is None and self._start_method == "spawn":
+            raise ConfigError(
+                "build, step or another function has no importable name",
+                why="a new process finds functions by module and name; it can't find lambdas or a script's own.",
+                fix='put them into a module, or use start_method="fork".',
+            )
         command_read, self._commands = os.pipe()
         self._replies, reply_write = os.pipe()
         if payload is None:
