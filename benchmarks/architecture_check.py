@@ -127,7 +127,7 @@ def _compare(model: Any, unpatched: Any, own: Any, inputs: dict[str, Any]) -> Ve
     gradients = _gradients(unpatched, (reference * weights.to(wide)).sum(), keep=True)
     by_logits = {
         "losses of tokens": _error([got.loss], [reference]),
-        "gradients, uneven upstream": _error(mine_gradients, gradients),
+        "gradients, uneven upstream": gradient_error(model, mine_gradients, gradients),
         "losses where nothing is supervised": float(got.loss.detach()[~supervised].abs().max()),
     }
 
@@ -139,7 +139,9 @@ def _compare(model: Any, unpatched: Any, own: Any, inputs: dict[str, Any]) -> Ve
     by_loss = {
         "total loss": _error([total], [own_total]),
         "extra loss": float(((own_extra - (0 if extra is None else extra)) / own.loss).detach().abs()),
-        "gradients of the total loss": _error(_gradients(model, total), _gradients(unpatched, own_total)),
+        "gradients of the total loss": gradient_error(
+            model, _gradients(model, total), _gradients(unpatched, own_total)
+        ),
     }
     limits = [
         (by_logits, TOLERANCES[torch.promote_types(own.logits.dtype, torch.float32)]),
@@ -164,6 +166,19 @@ def _gradients(model: Any, loss: Tensor, *, keep: bool = False) -> list[Tensor]:
         torch.zeros_like(parameter) if gradient is None else gradient
         for parameter, gradient in zip(parameters, gradients, strict=True)
     ]
+
+
+def gradient_error(model: Any, got: list[Tensor], want: list[Tensor]) -> float:
+    """The larger of two relative L2 differences: of all gradients together, and of the head's alone.
+
+    The body's gradients are often many times larger, and would hide the head's.
+    """
+    head = model.get_output_embeddings()
+    of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    chosen = [index for index, parameter in enumerate(trained) if id(parameter) in of_head]
+    alone = _error([got[index] for index in chosen], [want[index] for index in chosen])
+    return max(_error(got, want), alone)
 
 
 def _error(got: list[Tensor], want: list[Tensor]) -> float:

@@ -77,7 +77,10 @@ def _figures(rows: list[Row]) -> list[str]:
         f"## {HEADINGS['right']}",
         "",
         "Largest relative L2 difference of losses and gradients from what the unpatched model's logits give, and "
-        "from its own loss (which transformers always computes in float32). Extra: it adds a loss of its own.",
+        "from its own loss (which transformers always computes in float32). Gradients count twice: all of them "
+        "together, and the head's alone, which is what the patch changes. Float64 says most about the head: many "
+        "bodies cast to float32 inside (RMSNorm does), which rounds a difference of 1e-16 away, so that their "
+        "gradients are often bitwise equal. Extra: it adds a loss of its own.",
         "",
         "| class | f32, logits | f32, loss | f64, logits | f64, loss | extra | note |",
         "|---|---:|---:|---:|---:|---|---|",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.architecture_check import LogitsWatcher, compare, inputs_for
+from benchmarks.architecture_check import LogitsWatcher, compare, gradient_error, inputs_for
 from benchmarks.shrunk_models import VOCABULARY, build, shrunk_config
 from tokennorm.errors import PatchError
 from tokennorm.kit import apply_chunked_token_loss_patch, patch
@@ -168,3 +168,14 @@ def test_planted_mistake_is_noticed_by_the_comparison(mistake, monkeypatch):
     plant(monkeypatch)
     monkeypatch.setattr(patch, "probe", lambda *_: None)
     assert compare(model).outcome == "wrong"
+
+
+def test_comparison_is_not_blinded_by_large_gradients_of_the_body():
+    """An error of 1e-6 in the head's gradient, beside a body whose gradient is 10,000 times larger."""
+    model = tiny("LlamaForCausalLM")
+    head = next(i for i, (name, _) in enumerate(model.named_parameters()) if name == "lm_head.weight")
+    want = [torch.full_like(parameter, 1e4) for parameter in model.parameters()]
+    want[head].fill_(1.0)
+    got = [gradient.clone() for gradient in want]
+    got[head] *= 1 + 1e-6
+    assert gradient_error(model, got, want) == pytest.approx(1e-6, rel=1e-3)
