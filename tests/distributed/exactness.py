@@ -161,7 +161,7 @@ def run_window(
         no_sync = getattr(wrapped, "no_sync", contextlib.nullcontext)
         with contextlib.nullcontext() if last else no_sync():
             inputs = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-            outputs = wrapped(**inputs, use_cache=False)
+            outputs = wrapped(**inputs)
             loss = kit.accumulate_microbatch(
                 loss_sum=outputs["loss"].sum(),
                 effective_tokens=batch["effective_tokens"],

@@ -44,7 +44,8 @@ def apply_chunked_token_loss_patch(
       predicting token ``s+1`` of row ``b``; 0 where that is not supervised;
     - ``extra_loss``, 0-d: what the family adds to its loss (a router loss, already times its coefficient), or
       None;
-    - no ``logits``. Call the model without labels for these: then it behaves as if it were not patched.
+    - no ``logits`` and, unless ``use_cache=True`` is passed, no cache (with one, transformers does not isolate the
+      documents of a pack). Call the model without labels for these: then it behaves as if it were not patched.
 
     The model accepts ``num_supervised=``, the number of supervised targets, which saves an accelerator a
     synchronisation; and ``num_items_in_batch``, by which nothing is divided. ``ignore_index``,
@@ -224,6 +225,10 @@ def _family_arguments(base: Any, arguments: dict[str, Any], *, as_tuple: bool) -
     arguments.pop("num_items_in_batch", None)
     if arguments.get("labels") is None:
         arguments["labels"] = arguments["shift_labels"]
+    if "use_cache" in parameters and arguments.get("past_key_values") is None:
+        # A config's default is True. Nobody reads a cache next to losses, and with one transformers no longer
+        # keeps the documents of a pack apart.
+        arguments.setdefault("use_cache", False)
     for name in ("shift_labels", "ignore_index"):
         if name not in parameters and not takes_any:
             # The running call knows them.

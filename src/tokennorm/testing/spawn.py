@@ -109,12 +109,19 @@ def spawn_ranks(
     ordered = [collected[rank] for rank in sorted(collected)]
     failed = [result for result in ordered if result.error is not None]
     if check and failed:
-        raise DistributedError("\n".join(f"rank {result.rank} of {world_size} failed:\n{result.error}" for result in failed))
+        raise DistributedError(
+            "\n".join(f"rank {result.rank} of {world_size} failed:\n{result.error}" for result in failed)
+        )
     return ordered
 
 
 def _collect(
-    processes: list[Any], results: Any, collected: dict[int, RankResult], deadline: float, *, stop_on_error: bool
+    processes: list[Any],
+    results: Any,
+    collected: dict[int, RankResult],
+    deadline: float,
+    *,
+    stop_on_error: bool,
 ) -> None:
     """Gather one result per rank until the deadline; a rank that died without a word counts as failed."""
     while len(collected) < len(processes):
