@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -36,9 +37,8 @@ class TinyMoE(TinyCausalLM):
     def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
         outputs = super().forward(input_ids, **inputs)
         share = self.router(self.embed(input_ids)).softmax(-1)
-        outputs.logits = outputs.logits + share[..., :1] * outputs.logits.detach()[..., :1]
-        outputs.aux_loss = 3.0 * share.mean((0, 1)).square().sum()
-        return outputs
+        logits = outputs.logits + share[..., :1] * outputs.logits.detach()[..., :1]
+        return outputs._replace(logits=logits, aux_loss=3.0 * share.mean((0, 1)).square().sum())
 
 
 def build(
@@ -52,6 +52,15 @@ def build(
     if dist.get_world_size() > 1:
         network = DistributedDataParallel(network, **ddp)
     return network, optimizer(network.parameters(), lr=0.1)
+
+
+def build_sharded(layers: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """FSDP2, the head a unit of its own."""
+    network = TinyCausalLM()
+    if layers:
+        fully_shard(network.head)
+    fully_shard(network)
+    return network, torch.optim.AdamW(network.parameters(), lr=0.1)
 
 
 def build_plain(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -158,6 +167,28 @@ def syncing_every_time(model, optimizer, batches: Batches) -> None:
     optimizer.zero_grad()
     for batch in batches:
         (token_losses(model, batch).sum() * world() / total).backward()
+    optimizer.step()
+
+
+def sharded(model, optimizer, batches: Batches, *, clip: float | None = None) -> None:
+    total = window_count(batches)
+    optimizer.zero_grad()
+    for place, batch in enumerate(batches):
+        model.set_requires_gradient_sync(place == len(batches) - 1)
+        (token_losses(model, batch).sum() * world() / total).backward()
+    if clip is not None:
+        clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+def undivided(model, optimizer, batches: Batches) -> None:
+    """FSDP2 told not to divide by the ranks."""
+    model.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    model.set_gradient_divide_factor(1.0)
+    total = window_count(batches)
+    optimizer.zero_grad()
+    for batch in batches:
+        (token_losses(model, batch).sum() / total).backward()
     optimizer.step()
 
 
@@ -725,6 +756,9 @@ EXACT = (
     Loop(name="DDP, a hook that sums", step=summing_hook),
     Loop(name="summed by hand after", step=by_hand, build=build_plain),
     Loop(name="summed by hand, counted", step=partial(by_hand, after=False), build=build_plain),
+    Loop(name="FSDP2", step=sharded, build=build_sharded),
+    Loop(name="FSDP2, clipped", step=partial(sharded, clip=0.1), build=build_sharded),
+    Loop(name="FSDP2, one unit, no division", step=undivided, build=partial(build_sharded, layers=False)),
     Loop(name="own clipping", step=own_clipping),
     Loop(name="all positions, masked", step=masked_sum),
     Loop(name="one backward", step=one_forward),

@@ -34,6 +34,15 @@ _GRACE_S = 1.0
 _POLL_S = 0.005
 
 
+# What an error that is common under an audit means.
+_HINTS = {
+    "address already in use": "the loop takes a fixed port, which another process (perhaps an earlier window of the "
+    "audit) holds. Take port 0, or the group that is there already (torch.distributed.is_initialized() is true).",
+    "process group twice": "the ranks of an audit are joined already: call init_process_group only if not "
+    "torch.distributed.is_initialized().",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What became of one job: ``values`` per rank, or a failure and its text."""
@@ -194,7 +203,8 @@ class _Ranks:
             text = f"rank {rank} died with exit code {code}" + (f"; its last words: {said}" if said else "")
             return finished, Outcome(failure="died", text=text)
         _, rank, text = min(errors)
-        return finished, Outcome(failure="raised", text=f"rank {rank} raised:\n{text}")
+        hints = [f"\nHint: {hint}" for sign, hint in _HINTS.items() if sign in text.lower()]
+        return finished, Outcome(failure="raised", text=f"rank {rank} raised:\n{text}{''.join(hints)}")
 
     def _hung(self) -> tuple[list[Outcome], Outcome]:
         job = self._complete_jobs()

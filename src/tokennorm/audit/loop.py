@@ -286,6 +286,8 @@ def _diagnosis(run: _Run, verdicts: dict[WindowKey, bool], tolerance: float) -> 
     if not finite:
         return named(["not_finite"])
     missing = any(e.missing for e in finite.values())
+    if not any(e.observed.any() for e in finite.values()):
+        return named(["parameters_without_gradient"])
     parameters = sum(torch.Size(shape).numel() for shape in run.description.shapes.values())
     coordinates = None
     if parameters > _COORDINATES:

@@ -90,7 +90,10 @@ class AuditReport:
 
     def to_json(self) -> str:
         """The whole report; a number that is not finite is null."""
-        return json.dumps(_plain(dataclasses.asdict(self)), indent=2, allow_nan=False)
+        content = dataclasses.asdict(self)
+        for layout, entry in zip(self.layouts, content["layouts"], strict=True):
+            entry["error"] = layout.error
+        return json.dumps(_plain(content), indent=2, allow_nan=False)
 
     def to_html(self, path: str | Path) -> Path:
         """Write one page with the verdict, two plots and the table; it needs nothing but a browser."""
@@ -101,7 +104,7 @@ class AuditReport:
         return target
 
 
-_HEADER = ("ranks", "micro-batches", "layout", "error", "factor", "cosine", "token weights", "verdict")
+HEADER = ("ranks", "micro-batches", "layout", "error", "factor", "cosine", "token weights", "verdict")
 
 
 def rows(report: AuditReport) -> list[tuple[str, ...]]:
@@ -115,17 +118,22 @@ def _row(layout: LayoutReport) -> tuple[str, ...]:
         return (*start, "", "", "", "", layout.failure)
     worst = max(layout.windows, key=lambda window: (math.isnan(window.error), window.error))
     weights = [w.weight for window in layout.windows for w in window.weights]
-    spread = f"{min(weights):.4g} to {max(weights):.4g}" if weights else "-"
+    spread = f"{number(min(weights))} to {number(max(weights))}" if weights else "-"
     verdict = "exact" if layout.exact else "not finite" if math.isnan(layout.error) else "not exact"
     return (*start, f"{layout.error:.1e}", f"{worst.factor:.4g}", f"{worst.cosine:.6f}", spread, verdict)
 
 
 def _table(report: AuditReport) -> list[str]:
-    table = [_HEADER, *rows(report)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(_HEADER))]
+    table = [HEADER, *rows(report)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines
+
+
+def number(weight: float) -> str:
+    """A token weight in four digits; what is zero but for rounding is zero."""
+    return "0" if abs(weight) < 1e-6 else f"{weight:.4g}"
 
 
 def verdict_line(report: AuditReport) -> str:
@@ -152,7 +160,7 @@ def _verdict(report: AuditReport) -> list[str]:
         lines.append(f"  what to do: {diagnosis.fix}")
     weights = report.token_weights
     if weights is not None and not report.exact:
-        lines.append(f"  token weights between {weights.min:.4g} and {weights.max:.4g}, should all be 1")
+        lines.append(f"  token weights between {number(weights.min)} and {number(weights.max)}, should all be 1")
     failures: dict[str, list[str]] = {}
     for layout in report.layouts:
         if layout.failure and layout.failure != "not run":

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TinyCausalLM", "build_tiny"]
+__all__ = ["TinyCausalLM", "TinyOutput", "build_tiny"]
+
+
+class TinyOutput(NamedTuple):
+    """A tuple, so that FSDP2 and DDP find the tensors in it."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 class TinyCausalLM(nn.Module):
@@ -36,8 +44,8 @@ class TinyCausalLM(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-    ) -> SimpleNamespace:
-        """``input_ids`` [B, S] to an object with ``logits`` [B, S, V] and, given labels, ``loss``."""
+    ) -> TinyOutput:
+        """``input_ids`` [B, S] to ``logits`` [B, S, V] and, given labels, ``loss``."""
         length = input_ids.shape[1]
         if position_ids is None:
             position_ids = torch.arange(length).expand_as(input_ids)
@@ -58,7 +66,7 @@ class TinyCausalLM(nn.Module):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        return SimpleNamespace(logits=logits, loss=loss)
+        return TinyOutput(logits=logits, loss=loss)
 
 
 def build_tiny() -> tuple[nn.Module, torch.optim.Optimizer]:

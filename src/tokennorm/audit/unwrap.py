@@ -94,6 +94,8 @@ def _undo_fully_shard(model: nn.Module) -> None:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             # fully_shard made a subclass (FSDPModule, original): the original is what the person wrote.
             module.__class__ = type(module).__mro__[2]
+        for key in [key for key in module.__dict__ if key.startswith("__composable_api")]:
+            del module.__dict__[key]
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 if _belongs_to_fsdp(hook):
