@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(tokennorm.__version__)
         return 0
+    # Threads that spin while they wait for work burn the cores that other processes, or other ranks, need: on a
+    # busy machine a step takes several times as long. It has to be said before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return _command(arguments[0])(arguments[1:])
     except TokenNormError as error:
