@@ -1,4 +1,4 @@
-"""What is exported comes back bit by bit, in each schema; foreign folders load; whatever doesn't fit is refused."""
+"""What is exported comes back bit by bit, in each schema; foreign folders load; what doesn't fit is refused."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ def test_the_published_8b_checkpoint_is_rebuilt() -> None:
 
     values = folder_config(config, "dspark", dtype="bfloat16", num_anchors=512)
     published = {
-        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 5, "num_target_layers": 36,
-        "block_size": 7, "tie_word_embeddings": False, "layer_types": ["full_attention"] * 5,
+        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 5,
+        "num_target_layers": 36, "block_size": 7, "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * 5,
         "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "num_anchors": 512,
         "enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": 256,
         "markov_head_type": "vanilla", "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,

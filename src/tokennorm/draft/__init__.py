@@ -1,22 +1,80 @@
-"""Drafters for speculative decoding: the DSpark loss, from full logits or fused from hidden states."""
+"""Drafters for speculative decoding: the DSpark loss, from full logits or fused from hidden states; the drafter
+itself, its anchors and masks, the target's hidden states, and the formats of the servers.
+"""
 
+from tokennorm.draft.anchors import (
+    AnchorRule,
+    Anchors,
+    anchor_generator,
+    document_ids,
+    sample_anchors,
+    supervised_tokens,
+    valid_anchors,
+)
+from tokennorm.draft.blocks import Blocks, make_blocks
+from tokennorm.draft.cache import CachedDocument, HiddenStateCache, collate_states, describe_size, fill_cache
+from tokennorm.draft.cache_spec import CacheSpec
+from tokennorm.draft.capture import Captured, HiddenStateCapture
 from tokennorm.draft.checks import NonFiniteSlotError, raise_pending_slot_errors
 from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
+from tokennorm.draft.config import DraftConfig
+from tokennorm.draft.context import ContextKV
+from tokennorm.draft.export import WarmStart, export_drafter, load_drafter, warm_start
+from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
 from tokennorm.draft.loss import compute_dspark_loss
+from tokennorm.draft.model import DraftForward, DraftModel
 from tokennorm.draft.objective import DSparkSums, dspark_objective
 from tokennorm.draft.plan import SlotPlan, plan_slots
+from tokennorm.draft.proposals import Proposal, propose
+from tokennorm.draft.target import init_from_target, target_weights
+from tokennorm.draft.validate import Finding, FolderReport, validate_folder
 from tokennorm.draft.vocabulary import DraftVocabulary, reduce_output
 
 __all__ = [
+    "AnchorRule",
+    "Anchors",
+    "Blocks",
+    "CacheSpec",
+    "CachedDocument",
+    "Captured",
+    "ContextKV",
     "DSparkForwardOutput",
     "DSparkSums",
+    "DraftConfig",
+    "DraftForward",
+    "DraftModel",
     "DraftVocabulary",
+    "Finding",
+    "FolderReport",
+    "HiddenStateCache",
+    "HiddenStateCapture",
     "NonFiniteSlotError",
+    "Proposal",
     "SlotPlan",
+    "WarmStart",
+    "anchor_generator",
+    "collate_states",
     "compute_dspark_loss",
+    "default_layer_ids",
+    "describe_size",
+    "document_ids",
     "dspark_objective",
+    "export_drafter",
+    "fill_cache",
+    "init_from_target",
+    "layer_ids_from_server",
+    "layer_ids_to_server",
+    "load_drafter",
+    "make_blocks",
     "plan_slots",
+    "propose",
     "raise_pending_slot_errors",
     "reduce_output",
+    "sample_anchors",
+    "supervised_tokens",
+    "target_weights",
     "teacher_positions",
+    "valid_anchors",
+    "validate_folder",
+    "warm_start",
 ]
