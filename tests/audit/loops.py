@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from tokennorm.audit import Sample, TinyCausalLM, TokenLoss, collate
+from tokennorm.audit.tiny import TinyOutput
 
 Batches = list[dict[str, Tensor]]
 
@@ -303,7 +304,10 @@ def with_router(model, optimizer, batches: Batches, *, extra_weight: Callable[..
         outputs = model(**{key: value for key, value in batch.items() if key != "labels"})
         tokens = supervised(batch)
         weight = tokens / total if extra_weight is None else extra_weight(tokens, total, splits)
-        return losses_of(outputs.logits, batch["labels"]).sum() * world() / total + weight * world() * outputs.aux_loss
+        return (
+            losses_of(outputs.logits, batch["labels"]).sum() * world() / total
+            + weight * world() * outputs.aux_loss
+        )
 
     optimizer.zero_grad()
     accumulate(model, batches, loss)
@@ -336,7 +340,7 @@ def all_means(model, optimizer, batches: Batches) -> dict[str, float]:
     optimizer.zero_grad()
     accumulate(model, batches, lambda batch: mean_or_zero(token_losses(model, batch)) / len(batches))
     optimizer.step()
-    return {"loss": float(token_losses(model, batches[-1]).mean())}
+    return {"loss": token_losses(model, batches[-1]).detach().mean().item()}
 
 
 def model_means(model, optimizer, batches: Batches) -> None:
@@ -347,7 +351,9 @@ def model_means(model, optimizer, batches: Batches) -> None:
 
 
 def sample_means(model, optimizer, batches: Batches) -> None:
-    rows = {id(b): [row for row in range(len(b["labels"])) if (b["labels"][row, 1:] != -100).any()] for b in batches}
+    rows = {
+        id(b): [row for row in range(len(b["labels"])) if (b["labels"][row, 1:] != -100).any()] for b in batches
+    }
     total = ranks_sum(sum(map(len, rows.values())))
     optimizer.zero_grad()
 
@@ -362,7 +368,7 @@ def sample_means(model, optimizer, batches: Batches) -> None:
 
 def fixed_accumulation(model, optimizer, batches: Batches, *, count_of: Mapping[str, int] | None = None) -> None:
     """Undoes the division of an accumulation wrapper that always divides by the configured number."""
-    configured = getattr(optimizer, "accumulation_steps")
+    configured = optimizer.accumulation_steps
     counted(model, optimizer, batches, factor=lambda ranks, micro_batches: micro_batches / configured)
 
 
@@ -398,7 +404,9 @@ def clipped_first(model, optimizer, batches: Batches, *, own: bool = False) -> N
     optimizer.step()
 
 
-def relabelled(model, optimizer, batches: Batches, *, labels: Callable[..., Tensor], own_count: bool = True) -> None:
+def relabelled(
+    model, optimizer, batches: Batches, *, labels: Callable[..., Tensor], own_count: bool = True
+) -> None:
     """A right loop on wrong labels."""
     changed = [{**batch, "labels": labels(batch)} for batch in batches]
     if own_count:
@@ -504,11 +512,6 @@ def never_synchronised(model, optimizer, batches: Batches) -> None:
     optimizer.step()
 
 
-def last_backward_unsynchronised(model, optimizer, batches: Batches) -> None:
-    """Every rank but the first leaves its own gradients out of what it sends, and so on: nothing meets."""
-    never_synchronised(model, optimizer, batches)
-
-
 def not_cleared(model, optimizer, batches: Batches) -> None:
     total = window_count(batches)
     accumulate(model, batches, lambda batch: token_losses(model, batch).sum() * world() / total)
@@ -539,17 +542,6 @@ def smoothing_apart(model, optimizer, batches: Batches, *, mean: bool = False, s
     optimizer.step()
 
 
-def detached_head(model, optimizer, batches: Batches) -> None:
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    counted(model, optimizer, batches)
-    del inner
-
-
-def frozen_by_mistake() -> tuple[nn.Module, torch.optim.Optimizer]:
-    network = TinyCausalLM()
-    return network, torch.optim.SGD(network.parameters(), lr=0.1)
-
-
 def step_without_mix(model, optimizer, batches: Batches) -> None:
     """A parameter's gradient is thrown away before the step."""
     total = window_count(batches)
@@ -558,6 +550,51 @@ def step_without_mix(model, optimizer, batches: Batches) -> None:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     inner.mix.weight.grad = None
     optimizer.step()
+
+
+def means_of_all_tokens(model, optimizer, batches: Batches) -> None:
+    """Two mistakes: labels rebuilt from the inputs, and a mean of means."""
+    all_means(model, optimizer, [{**batch, "labels": prompt_labels(batch)} for batch in batches])
+
+
+def with_weight_decay_in_the_loss(model, optimizer, batches: Batches) -> None:
+    """Nothing that the catalogue knows."""
+    total = window_count(batches)
+    optimizer.zero_grad()
+    accumulate(model, batches, lambda b: token_losses(model, b).sum() * world() / total)
+    for parameter in model.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=0.01)
+    optimizer.step()
+
+
+def nan_when_empty(model, optimizer, batches: Batches) -> None:
+    """A masked mean, times the size of the mask: right, but for 0/0 where nothing is supervised."""
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
+        targets = batch["labels"][:, 1:]
+        mask = (targets != -100).float()
+        losses = F.cross_entropy(logits.transpose(1, 2), targets.clamp_min(0), reduction="none")
+        return (losses * mask).sum() / mask.sum() * mask.sum()
+
+    counted(model, optimizer, batches, loss)
+
+
+class Bigram(nn.Module):
+    """No attention, no positions, logits as a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 12)
+        self.head = nn.Linear(12, 29)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> TinyOutput:
+        return TinyOutput(self.head(self.dropout(torch.tanh(self.embed(input_ids)))))
+
+
+def build_bigram() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return build(Bigram)
 
 
 def weighted_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> TokenLoss:
@@ -632,7 +669,10 @@ MISTAKES = (
     Loop(name="mean of both", step=all_means, expected=("mean_of_rank_and_micro_batch_means",)),
     Loop(name="mean of both, 0/0", step=model_means, expected=("mean_of_rank_and_micro_batch_means",)),
     Loop(
-        name="mean of sample means", step=sample_means, expected=("mean_of_sample_means",), options={"packed": False}
+        name="mean of sample means",
+        step=sample_means,
+        expected=("mean_of_sample_means",),
+        options={"packed": False},
     ),
     Loop(
         name="counted before the shift",
@@ -716,9 +756,7 @@ MISTAKES = (
     Loop(name="attention mask on packed rows", step=masked_packs, expected=("attention_crosses_documents",)),
     Loop(name="shifted twice", step=partial(relabelled, labels=shifted_labels), expected=("shifted_twice",)),
     Loop(name="bfloat16 loss", step=half_loss, expected=("half_precision_loss",)),
-    Loop(
-        name="float16 loss", step=partial(half_loss, dtype=torch.float16), expected=("half_precision_loss",)
-    ),
+    Loop(name="float16 loss", step=partial(half_loss, dtype=torch.float16), expected=("half_precision_loss",)),
     Loop(name="bfloat16 autocast", step=autocast_loop, expected=("half_precision_arithmetic",)),
     Loop(name="clipped before rescaling", step=clipped_first, expected=("clipped_before_rescaling",)),
     Loop(

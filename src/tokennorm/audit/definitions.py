@@ -297,7 +297,9 @@ class DefinitionsJob:
             "window": layout.ranks / self.due[key],
             "mean": 1.0 / (max(count, 1.0) * len(layout.windows[key[1]][0])),
         }[definition.upstream]
-        value = (outcome.weight_or_ones() * outcome.loss).to(torch.promote_types(outcome.loss.dtype, torch.float32))
+        value = (outcome.weight_or_ones() * outcome.loss).to(
+            torch.promote_types(outcome.loss.dtype, torch.float32)
+        )
         gradient = gradient_of(value.sum() * scale, network, self.shapes) / scale
         return gradient if self.coordinates is None else gradient[self.coordinates], count
 

@@ -193,7 +193,7 @@ def _like_rounding(observations: Sequence[_Observation]) -> list[str]:
             ratios.append(error / max(predicted, 1e-300))
         else:
             # A systematic error of the same size has another ratio in every window.
-            if ratios and 1 / _ALIKE < min(ratios) and max(ratios) < _ALIKE:
+            if ratios and min(ratios) > 1 / _ALIKE and max(ratios) < _ALIKE:
                 alike.extend(name for name in definition.names if name not in alike)
     return alike
 
@@ -295,9 +295,7 @@ def _evaluate(
                 and float(torch.stack([e[place] for e in exact_po]).mean()) > _EXPLAINED
             ):
                 continue
-            found.append(
-                _Hypothesis(names=all_names, cost=factor.cost, residual=residual)
-            )
+            found.append(_Hypothesis(names=all_names, cost=factor.cost, residual=residual))
     return found
 
 
@@ -384,9 +382,7 @@ def _observation(
     extras = [extra.gradient for rows in evidence.extras.values() for row in rows for extra in row]
     return _Observation(
         gradient=taken(evidence.observed[observer]),
-        size=WindowSize(
-            ranks=R, micro_batches=M, configured=evidence.layout.accumulation_steps, due=evidence.due
-        ),
+        size=WindowSize(ranks=R, micro_batches=M, configured=evidence.layout.accumulation_steps, due=evidence.due),
         split=Split(
             ranks=R,
             micro_batches=M,

@@ -87,7 +87,9 @@ class Evidence:
     def disagreement(self) -> float:
         """Largest relative difference between the gradients of two ranks."""
         first = self.observed[0]
-        return max((float((o - first).norm() / first.norm().clamp_min(1e-300)) for o in self.observed), default=0.0)
+        return max(
+            (float((o - first).norm() / first.norm().clamp_min(1e-300)) for o in self.observed), default=0.0
+        )
 
     @property
     def ranks_agree(self) -> bool:
@@ -208,7 +210,9 @@ def undo_own_clipping(windows: Sequence[Evidence]) -> float | None:
         return None
     for e, scale in zip(seen, scales, strict=True):
         e.observed = e.observed / scale
-        e.clip = ClipRecord(max_norm=limit, norm_type=2.0, total_norm=float(e.observed[0].norm()), gradients_before={})
+        e.clip = ClipRecord(
+            max_norm=limit, norm_type=2.0, total_norm=float(e.observed[0].norm()), gradients_before={}
+        )
     return limit
 
 
@@ -233,9 +237,7 @@ def _before_clipping(
     return scale * before, scale if active else None
 
 
-def _really_missing(
-    absent: set[str], reference: Tensor, shapes: dict[str, tuple[int, ...]]
-) -> tuple[str, ...]:
+def _really_missing(absent: set[str], reference: Tensor, shapes: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
     place, missing = 0, []
     for name, shape in shapes.items():
         size = torch.Size(shape).numel()

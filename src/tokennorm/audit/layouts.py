@@ -106,6 +106,7 @@ def default_layouts(*, ranks: Sequence[int] = (1, 2, 3), packed: bool = True) ->
     chosen = tuple(l for l in _DEFAULTS if l.ranks in ranks and (packed or not l.packed))
     if not chosen:
         raise ConfigError(
-            f"no default layout has {list(ranks)} ranks", fix="choose from 1, 2 and 3, or pass layouts= of your own."
+            f"no default layout has {list(ranks)} ranks",
+            fix="choose from 1, 2 and 3, or pass layouts= of your own.",
         )
     return chosen

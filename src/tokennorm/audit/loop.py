@@ -281,7 +281,9 @@ def _diagnosis(run: _Run, verdicts: dict[WindowKey, bool], tolerance: float) -> 
         if len(finite) == len(evidence):
             return named(["loop_failed"])
         broken = [e for e in evidence.values() if not e.finite]
-        empty = all(_has_empty_micro_batch(e) for e in broken) and not any(map(_has_empty_micro_batch, finite.values()))
+        empty = all(_has_empty_micro_batch(e) for e in broken) and not any(
+            map(_has_empty_micro_batch, finite.values())
+        )
         return named(["nan_from_empty_micro_batch" if empty else "not_finite"])
     if not finite:
         return named(["not_finite"])
@@ -349,4 +351,3 @@ def _token_weights(results: list[WindowResult]) -> TokenWeights | None:
         low, high = per_sample.get(w.sample, (w.weight, w.weight))
         per_sample[w.sample] = (min(low, w.weight), max(high, w.weight))
     return TokenWeights(min=span[0], max=span[1], per_sample=dict(sorted(per_sample.items())))
-

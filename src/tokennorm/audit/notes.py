@@ -47,7 +47,9 @@ def make_notes(
         notes.append(f"the step changed its micro-batches ({', '.join(changed)}); the reference has the originals")
     missing = sorted({name for e in evidence.values() for name in e.missing})
     if missing:
-        notes.append(f"no gradient at the optimizer's step: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}")
+        notes.append(
+            f"no gradient at the optimizer's step: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}"
+        )
     broken = [e for e in evidence.values() if not e.finite]
     if broken:
         where = sorted({f"{e.ranks} ranks x {e.layout.micro_batches}, {e.layout.name}" for e in broken})

@@ -89,9 +89,7 @@ class Observer:
         # Several optimizers (of disjoint parameters) share a step: each adds what it is about to read.
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = {
-            name: None if p.grad is None else full(p.grad)
-            for name, p in self._parameters.items()
-            if id(p) in mine
+            name: None if p.grad is None else full(p.grad) for name, p in self._parameters.items() if id(p) in mine
         }
         if not self._record.steps or id(optimizer) in self._stepped:
             self._record.steps.append({})
@@ -111,9 +109,7 @@ class Observer:
             norm_type = float(kwargs.get("norm_type", kind))
             return norm(tensors, kind, *args, **kwargs)
 
-        def noting_clip(
-            parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None
-        ) -> None:
+        def noting_clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if self._record is not None:
                 self._record.clips.append(

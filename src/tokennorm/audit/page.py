@@ -56,7 +56,9 @@ def _diagnosis(report: AuditReport) -> str:
         entries.append(("Unexplained", f"{diagnosis.residual:.1e} of the gradient, at most"))
     if report.token_weights is not None:
         weights = report.token_weights
-        entries.append(("Token weights", f"between {number(weights.min)} and {number(weights.max)}, should all be 1"))
+        entries.append(
+            ("Token weights", f"between {number(weights.min)} and {number(weights.max)}, should all be 1")
+        )
     return "<dl>" + "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in entries) + "</dl>"
 
 
@@ -134,7 +136,9 @@ def _weights(layouts: Sequence[LayoutReport]) -> str:
     height = _TOP + _ROW * len(solved) + 6
     parts = [scale.axis(height)]
     x = scale.x(1.0)
-    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{height}" stroke="{_RIGHT}" stroke-width="2" />')
+    parts.append(
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{height}" stroke="{_RIGHT}" stroke-width="2" />'
+    )
     for place, layout in enumerate(solved):
         y = _TOP + _ROW * (place + 0.5)
         parts.append(_label(layout, y))

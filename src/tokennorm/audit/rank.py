@@ -59,6 +59,8 @@ def _become_rank(rank: int, world_size: int, timeout_s: float, folder: str) -> N
     output = os.open(os.path.join(folder, f"output-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # In a notebook or a test these are not the descriptors 1 and 2.
+    sys.stdout = sys.stderr = os.fdopen(os.dup(output), "w", buffering=1)
     stack = open(os.path.join(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -97,7 +97,7 @@ class AuditReport:
 
     def to_html(self, path: str | Path) -> Path:
         """Write one page with the verdict, two plots and the table; it needs nothing but a browser."""
-        from tokennorm.audit.page import page  # noqa: PLC0415 - the page imports this module's types
+        from tokennorm.audit.page import page
 
         target = Path(path)
         target.write_text(page(self), encoding="utf-8")
@@ -126,7 +126,9 @@ def _row(layout: LayoutReport) -> tuple[str, ...]:
 def _table(report: AuditReport) -> list[str]:
     table = [HEADER, *rows(report)]
     widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines
 

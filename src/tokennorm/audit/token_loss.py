@@ -140,9 +140,11 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def _logits(outputs: Any) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return outputs
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    logits = outputs if isinstance(outputs, Tensor) else None
+    if isinstance(outputs, Mapping):
+        logits = outputs.get("logits")
+    elif logits is None:
+        logits = getattr(outputs, "logits", None)
     if logits is None and isinstance(outputs, tuple) and outputs:
         logits = outputs[0]
     if not isinstance(logits, Tensor) or logits.dim() != 3:
