@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.audit import loops
-from tests.audit.loops import Loop, build, counted
+from tests.audit import loop_pieces as pieces
+from tests.audit import mistaken_loops as mistaken
+from tests.audit.loop_pieces import build, counted
+from tests.audit.loops import Loop
 from tokennorm.audit import assert_token_normalised
 from tokennorm.errors import AuditError, ConfigError
 
@@ -116,16 +118,16 @@ def test_a_rank_that_dies_without_a_word(audit, tmp_path):
 def no_gradients(model, optimizer, batches) -> None:
     optimizer.zero_grad()
     with torch.no_grad():
-        loops.token_losses(model, batches[0])
+        pieces.token_losses(model, batches[0])
     optimizer.step()
 
 
 def no_step(model, optimizer, batches) -> None:
-    loops.token_losses(model, batches[0]).sum().backward()
+    pieces.token_losses(model, batches[0]).sum().backward()
 
 
 def nan_gradients(model, optimizer, batches) -> None:
-    counted(model, optimizer, batches, lambda b: loops.token_losses(model, b).sum() * float("nan"))
+    counted(model, optimizer, batches, lambda b: pieces.token_losses(model, b).sum() * float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -196,4 +198,4 @@ def test_the_helper_for_tests(tmp_path):
     options = {"ranks": (1,), "packed": False, "start_method": "fork"}
     assert assert_token_normalised(build, counted, **options).exact
     with pytest.raises(AssertionError, match="mean_of_micro_batch_means"):
-        assert_token_normalised(build, loops.all_means, **options)
+        assert_token_normalised(build, mistaken.all_means, **options)

@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from tests.audit import loops
+from tests.audit import loop_pieces as pieces
+from tests.audit import mistaken_loops as mistaken
 from tests.audit.loops import EXACT, MISTAKES, Loop
 from tokennorm.audit import CATALOGUE, Layout
 
-# One of each kind: what is counted, how it is averaged, which loss, which scale, what is left out, what is rounded.
+# One of each kind: what is counted, how it is averaged, which loss, which scale, what is left out, rounding.
 IN_CI = (
     "mean of both",
     "counted before the shift",
@@ -93,7 +94,7 @@ def test_token_weights_are_those_that_the_loop_gave(audit):
 
 
 def test_two_mistakes_of_one_loop_are_both_named(audit):
-    report = audit(Loop(name="both", step=loops.means_of_all_tokens))
+    report = audit(Loop(name="both", step=mistaken.means_of_all_tokens))
     assert report.diagnosis is not None
     assert {report.diagnosis.name, *report.diagnosis.also} == {
         "mean_of_rank_and_micro_batch_means",
@@ -121,7 +122,7 @@ def test_it_says_when_it_cannot_tell(audit):
 
 
 def test_it_says_when_it_is_none_of_the_known_ones(audit):
-    report = audit(Loop(name="decay", step=loops.with_weight_decay_in_the_loss), ranks=(1,))
+    report = audit(Loop(name="decay", step=mistaken.with_weight_decay_in_the_loss), ranks=(1,))
     assert report.diagnosis is not None
     assert report.diagnosis.name == "unknown"
     assert report.diagnosis.residual > 1e-3
@@ -136,14 +137,14 @@ def test_a_tolerance_of_ones_own(audit):
 
 
 def test_a_loop_without_packing_is_not_given_packs(audit):
-    report = audit(Loop(name="bigram", step=loops.counted, build=loops.build_bigram), ranks=(1,))
+    report = audit(Loop(name="bigram", step=pieces.counted, build=pieces.build_bigram), ranks=(1,))
     assert report.exact, str(report)
     assert not any(layout.packed for layout in report.layouts)
     assert any("position_ids" in note for note in report.notes)
 
 
 def test_nan_in_empty_micro_batches(audit):
-    report = audit(Loop(name="nan", step=loops.nan_when_empty))
+    report = audit(Loop(name="nan", step=mistaken.nan_when_empty))
     assert not report.exact
     assert report.diagnosis is not None
     assert report.diagnosis.name == "nan_from_empty_micro_batch"

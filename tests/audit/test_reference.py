@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.audit.loops import TinyMoE, build_plain, supervised
+from tests.audit.loop_pieces import TinyMoE, build_plain, supervised
 from tokennorm.audit import Layout, TinyCausalLM, TokenLoss, collate, make_samples
 from tokennorm.audit.evidence import window_evidence
 from tokennorm.audit.jobs import LoopUnderTest, flatten
@@ -56,10 +56,8 @@ def written_out(model, shapes, *, means=False, router=False):
         outputs = model(batch["input_ids"], attention_mask=batch["attention_mask"])
         logits, targets = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
         share = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
-        if means:
-            loss = loss + share / max(supervised(batch), 1) / len(batches)
-        else:
-            loss = loss + share / total
+        divisor = max(supervised(batch), 1) * len(batches) if means else total
+        loss = loss + share / divisor
         if router:
             loss = loss + outputs.aux_loss * supervised(batch) / total
     loss.backward()

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tests.audit.loops import MISTAKES, Loop, all_means
+from tests.audit.loops import MISTAKES, Loop
+from tests.audit.mistaken_loops import all_means
 from tokennorm.audit import AuditReport, Layout, LayoutReport
 
 
@@ -91,7 +92,7 @@ def test_the_page(reports, tmp_path):
     assert len(bars) == 5  # the sixth failed, and is a text
     finite = [layout for layout in reports["raises"].layouts if not layout.failure]
     widths = [float(bar.attrib["width"]) for bar in bars]
-    assert [w == max(widths) for w in widths] == [l.error == max(x.error for x in finite) for l in finite]
+    assert [w == max(widths) for w in widths] == [one.error == max(x.error for x in finite) for one in finite]
     dots = weights.findall(f"{space}circle")
     assert len(dots) == sum(len(window.weights) for layout in finite for window in layout.windows)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.audit import loops
+from tests.audit import loop_pieces as pieces
 from tokennorm.audit import audit_loop
 from tokennorm.errors import AuditError, ConfigError
 
@@ -22,7 +22,7 @@ SCRIPTS = [
 
 
 def test_functions_with_a_name_run_in_a_new_process():
-    report = audit_loop(loops.build, loops.counted, ranks=(2,), packed=False, start_method="spawn", timeout_s=60)
+    report = audit_loop(pieces.build, pieces.counted, ranks=(2,), packed=False, start_method="spawn", timeout_s=60)
     assert report.exact, str(report)
     assert report.layouts[0].ranks == 2
 
@@ -31,12 +31,12 @@ def test_functions_without_a_name_are_forked():
     limit = 0.05  # known to the closure only
 
     def step(model, optimizer, batches):
-        return loops.counted(model, optimizer, batches, clip=limit)
+        return pieces.counted(model, optimizer, batches, clip=limit)
 
-    report = audit_loop(lambda: loops.build(), step, ranks=(1,), packed=False)
+    report = audit_loop(lambda: pieces.build(), step, ranks=(1,), packed=False)
     assert report.exact, str(report)
     with pytest.raises(ConfigError, match="no importable name"):
-        audit_loop(lambda: loops.build(), step, start_method="spawn")
+        audit_loop(lambda: pieces.build(), step, start_method="spawn")
 
 
 def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch):

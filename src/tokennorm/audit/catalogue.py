@@ -29,12 +29,12 @@ class Mistake:
 
 
 _SUM_OVER_COUNT = (
-    "backpropagate sums of token losses, count the supervised tokens of the whole window over all micro-batches and "
-    "ranks, and divide once by that count."
+    "backpropagate sums of token losses, count the supervised tokens of the whole window over all micro-batches "
+    "and ranks, and divide once by that count."
 )
 _FACTOR_FIX = (
-    "DDP and FSDP divide gradients by the number of ranks, and some trainers divide by the accumulation steps: undo "
-    "exactly what your wrapper does, once."
+    "DDP and FSDP divide gradients by the number of ranks, and some trainers divide by the accumulation steps: "
+    "undo exactly what your wrapper does, once."
 )
 
 _ENTRIES = (
@@ -59,7 +59,7 @@ _ENTRIES = (
     ),
     Mistake(
         name="mean_of_sample_means",
-        explanation="every sample's loss is a mean over its own tokens, so that a token of a short sample counts more",
+        explanation="every sample's loss is a mean over its own tokens, so tokens of short samples count more",
         fix=_SUM_OVER_COUNT,
     ),
     Mistake(
@@ -100,7 +100,7 @@ _ENTRIES = (
     Mistake(
         name="attention_crosses_documents",
         explanation="in packed rows, tokens attend to the documents before their own",
-        fix="pass position_ids that restart at every document, and no attention_mask, to a model that honours them.",
+        fix="pass position_ids that restart at every document, and no attention_mask, to a model that reads them.",
     ),
     Mistake(
         name="half_precision_loss",
@@ -192,7 +192,7 @@ _ENTRIES = (
     ),
     Mistake(
         name="fixed_division",
-        explanation="the gradient is divided by a fixed number of accumulation steps, wrong in a short last window",
+        explanation="the gradient is divided by the configured number of accumulation steps, not by the window's",
         fix="divide by what the window really holds, not by the configured number.",
         needs_micro_batches=True,
     ),
@@ -255,7 +255,7 @@ _ENTRIES = (
     ),
     Mistake(
         name="rounding",
-        explanation="the normalisation is right, but the gradient differs by more rounding than the tolerance allows",
+        explanation="the normalisation is right, but the gradient differs by more rounding than tolerated",
         fix="look for a part of the loop that computes in a lower precision, or audit with a larger tolerance=.",
     ),
     Mistake(

@@ -187,13 +187,13 @@ class Split:
         by_rank = [sum(row) for row in table]
         by_micro_batch = [sum(row[m] for row in table) for m in range(M)]
         total = sum(by_rank)
-        of = {
-            "window": lambda r, m: total,
-            "micro_batch": lambda r, m: M * by_micro_batch[m],
-            "rank": lambda r, m: R * by_rank[r],
-            "rank_and_micro_batch": lambda r, m: R * M * table[r][m],
-        }.get(grouping)
-        return [[_over(1.0, of(r, m)) if of else 0.0 for m in range(M)] for r in range(R)]
+        divisors = {
+            "window": [[total] * M] * R,
+            "micro_batch": [[M * count for count in by_micro_batch]] * R,
+            "rank": [[R * count] * M for count in by_rank],
+            "rank_and_micro_batch": [[R * M * count for count in row] for row in table],
+        }
+        return [[_over(1.0, divisor) for divisor in row] for row in divisors.get(grouping, [[0.0] * M] * R)]
 
     def _present(self, mask: str) -> set[tuple[int, int]]:
         everything = {(r, m) for r in range(self.ranks) for m in range(self.micro_batches)}

@@ -119,8 +119,10 @@ def window_evidence(
             for number in numbers:
                 sample = result.samples[state, number]
                 in_dtype.append(sample.gradient_in_dtype)
-                for segment in range(len(sample.counts)):
-                    groups.append(Group(rank=rank, micro_batch=place, sample=number, segment=segment))
+                groups.extend(
+                    Group(rank=rank, micro_batch=place, sample=number, segment=segment)
+                    for segment in range(len(sample.counts))
+                )
                 counts.append(sample.counts)
                 losses.append(sample.losses)
                 gradients.append(sample.gradients)

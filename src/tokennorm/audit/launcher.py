@@ -36,8 +36,8 @@ _POLL_S = 0.005
 
 # What an error that is common under an audit means.
 _HINTS = {
-    "address already in use": "the loop takes a fixed port, which another process (perhaps an earlier window of the "
-    "audit) holds. Take port 0, or the group that is there already (torch.distributed.is_initialized() is true).",
+    "address already in use": "the loop takes a fixed port, which another process (perhaps an earlier layout of "
+    "the audit) holds. Take port 0, or the group that is there already (torch.distributed.is_initialized()).",
     "process group twice": "the ranks of an audit are joined already: call init_process_group only if not "
     "torch.distributed.is_initialized().",
 }

@@ -103,7 +103,7 @@ def default_layouts(*, ranks: Sequence[int] = (1, 2, 3), packed: bool = True) ->
         ranks: keep the layouts of these numbers of ranks (there are some for 1, 2 and 3).
         packed: keep the packed ones too.
     """
-    chosen = tuple(l for l in _DEFAULTS if l.ranks in ranks and (packed or not l.packed))
+    chosen = tuple(one for one in _DEFAULTS if one.ranks in ranks and (packed or not one.packed))
     if not chosen:
         raise ConfigError(
             f"no default layout has {list(ranks)} ranks",

@@ -1,9 +1,9 @@
 """Tiny token samples, and the batches a loop under test gets from them.
 
-A batch is in the style of Hugging Face: ``labels`` are not shifted yet, -100 is "not supervised". Padded rows come
-with an ``attention_mask``; packed rows come without one, and ``position_ids`` restart at every document. The first
-label of a packed document is -100, as Hugging Face's flattening collator has it, so that a plain shift by one never
-crosses a boundary.
+A batch is in the style of Hugging Face: ``labels`` are not shifted yet, -100 is "not supervised". Padded rows
+come with an ``attention_mask``; packed rows come without one, and ``position_ids`` restart at every document. The
+first label of a packed document is -100, as Hugging Face's flattening collator has it, so that a plain shift by
+one never crosses a boundary.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def make_samples(vocabulary_size: int, *, seed: int = 0) -> list[Sample]:
         ids = torch.randint(1, vocabulary_size, (prompt + answer,), generator=generator).tolist()
         return Sample(input_ids=tuple(ids), labels=(IGNORED,) * prompt + tuple(ids[prompt:]))
 
-    pool = []
-    for place in range(LONG_SAMPLE):
-        # Even places are short and start supervised; odd ones have a prompt and are up to five times as long.
-        pool.append(sample(0, draw(3, 6)) if place % 2 == 0 else sample(draw(1, 5), draw(4, 15)))
+    # Even places are short and start supervised; odd ones have a prompt and are up to five times as long.
+    pool = [
+        sample(0, draw(3, 6)) if place % 2 == 0 else sample(draw(1, 5), draw(4, 15))
+        for place in range(LONG_SAMPLE)
+    ]
     pool.append(sample(draw(2, 6), draw(45, 55)))
     pool.extend(sample(draw(3, 6), 0) for _ in UNSUPERVISED_SAMPLES)
     return pool

@@ -1,9 +1,9 @@
 """The audit's side of its child processes: one launcher, which forks the ranks.
 
 The launcher is a new Python process that imports torch and the person's modules once; ranks are forked from it
-before any thread pool has started, which costs milliseconds where a spawned rank costs seconds of imports. Functions
-travel by name. Those that have none to be found by (a lambda, a notebook's or a script's own) can't: then the
-launcher itself is forked from the calling process, on one thread and with no accelerator in sight.
+before any thread pool has started, which costs milliseconds where a spawned rank costs seconds of imports.
+Functions travel by name. Those that have none to be found by (a lambda, a notebook's or a script's own) can't:
+then the launcher itself is forked from the calling process, on one thread and with no accelerator in sight.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Workers:
         if torch.cuda.is_initialized():
             raise ConfigError(
                 "the audit has to fork this process, and it uses an accelerator already",
-                why="functions without an importable name can only travel by fork, which accelerators don't survive.",
+                why="functions without an importable name travel by fork, which accelerators don't survive.",
                 fix="put build and step (and what they use) into a module and import them from there.",
             )
         with warnings.catch_warnings():
