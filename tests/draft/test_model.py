@@ -31,9 +31,10 @@ from tokennorm.draft import (
 )
 from tokennorm.draft.anchors import Anchors
 from tokennorm.draft.config import DraftConfig
+from tokennorm.draft.forward import DraftForward
 from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
 from tokennorm.draft.masks import block_attention_mask
-from tokennorm.draft.model import DraftForward, DraftModel
+from tokennorm.draft.model import DraftModel
 from tokennorm.draft.proposals import propose
 from tokennorm.draft.rope import RotaryEmbedding
 from tokennorm.errors import ConfigError, LossUsageError
@@ -103,9 +104,11 @@ def test_swapped_layers_and_shifted_positions_are_found() -> None:
     swapped = dataclasses.replace(rows, features=rows.features[..., order])
     assert (run(model, swapped, anchors).hidden - right).abs().max() > 1e-3
     # Rotary embeddings are relative: only a shift of the blocks against their context can be seen.
-    context = model.context(rows.features, rows.position_ids + 1)
-    model.context = lambda features, position_ids: context  # type: ignore[method-assign]
-    assert (run(model, rows, anchors).hidden - right).abs().max() > 1e-3
+    blocks = rows.anchored(anchors, model.config)
+    shifted = model(
+        blocks=blocks, features=rows.features, position_ids=rows.position_ids * 2, documents=rows.documents
+    )
+    assert (shifted.hidden - right).abs().max() > 1e-3
 
 
 def supervised_outputs(output: DraftForward, mask: Tensor) -> Tensor:
@@ -443,6 +446,12 @@ def test_the_target_lends_embedding_and_head() -> None:
     assert torch.equal(model.target_ids(torch.arange(20)), vocabulary.ids)
     model.share_target(embed, head, copy=True)
     assert model.embed_tokens.weight.data_ptr() != embed.data_ptr()
+    model.share_target(embed.bfloat16(), head.bfloat16())
+    assert model.lm_head.weight.dtype == torch.float64
+    other = DraftVocabulary(torch.arange(20), VOCAB)
+    model.load_state_dict({**model.state_dict(), "d2t": torch.zeros(20, dtype=torch.int64)})
+    assert not isinstance(model.vocabulary, int)
+    assert torch.equal(model.vocabulary.ids, other.ids)
     with pytest.raises(ConfigError, match="embed_tokens"):
         model.share_target(embed[:-1], head)
     with pytest.raises(LossUsageError, match="48"):

@@ -20,9 +20,10 @@ from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
 from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.context import ContextKV
 from tokennorm.draft.export import WarmStart, export_drafter, load_drafter, warm_start
+from tokennorm.draft.forward import DraftForward
 from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
 from tokennorm.draft.loss import compute_dspark_loss
-from tokennorm.draft.model import DraftForward, DraftModel
+from tokennorm.draft.model import DraftModel
 from tokennorm.draft.objective import DSparkSums, dspark_objective
 from tokennorm.draft.plan import SlotPlan, plan_slots
 from tokennorm.draft.proposals import Proposal, propose

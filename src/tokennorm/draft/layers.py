@@ -15,10 +15,13 @@ from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.norm import RMSNorm
 from tokennorm.draft.rope import rotate
 
-__all__ = ["AttentionMask", "DraftLayer"]
+__all__ = ["AttentionMask", "DraftLayer", "LayerContext"]
 
 AttentionMask = Tensor | BlockMask | None
 """A dense bool mask, flex attention's, or None: everything is visible."""
+
+LayerContext = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""``(keys, values)``, or the states that they are made of: ``(states, cosines, sines)``."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -58,9 +61,11 @@ class DraftAttention(nn.Module):
         return rotate(keys, rotary).to(values.dtype), values
 
     def forward(
-        self, states: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: AttentionMask
+        self, states: Tensor, rotary: tuple[Tensor, Tensor], context: LayerContext, mask: AttentionMask
     ) -> Tensor:
         """``[B, Q, D]`` to ``[B, Q, D]``; ``mask`` over ``[context ; block]``."""
+        if len(context) == 3:
+            context = self.keys_values(context[0], context[1:])
         queries = self._heads(self.q_proj(states))
         queries = rotate(queries if self.q_norm is None else self.q_norm(queries), rotary)
         own = self.keys_values(states, rotary)
@@ -104,8 +109,13 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, states: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: AttentionMask
+        self, states: Tensor, rotary: tuple[Tensor, Tensor], context: LayerContext, mask: AttentionMask
     ) -> Tensor:
-        """``[B, Q, D]`` to ``[B, Q, D]``."""
+        """``[B, Q, D]`` to ``[B, Q, D]``.
+
+        In training the context comes as states: a sharded layer has its weights only inside its own forward, and
+        a checkpointed one computes keys and values again. The tensors are arguments, not fields of an object, so
+        that FSDP sees which of them need a gradient.
+        """
         states = states + self.self_attn(self.input_layernorm(states), rotary, context, mask)
         return states + self.mlp(self.post_attention_layernorm(states))

@@ -11,7 +11,7 @@ of the published checkpoints.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,53 +22,18 @@ from torch.utils.checkpoint import checkpoint
 from tokennorm.draft.blocks import Blocks
 from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.context import ContextKV
+from tokennorm.draft.forward import DraftForward
 from tokennorm.draft.heads import ConfidenceHead, make_markov_head
-from tokennorm.draft.layers import AttentionMask, DraftLayer
+from tokennorm.draft.layers import AttentionMask, DraftLayer, LayerContext
 from tokennorm.draft.masks import block_attention_mask, block_mask_mod
 from tokennorm.draft.norm import RMSNorm
 from tokennorm.draft.rope import RotaryEmbedding
 from tokennorm.draft.vocabulary import DraftVocabulary
 from tokennorm.errors import ConfigError, LossUsageError
 
-__all__ = ["DraftForward", "DraftModel"]
+__all__ = ["Attention", "DraftModel"]
 
 Attention = Literal["auto", "sdpa", "flex"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftForward:
-    """One training forward, ready for the fused objective.
-
-    Attributes:
-        hidden: ``[B, A, K, D]`` after the final norm.
-        head: ``[V_d, D]``, the drafter's head.
-        latents: ``[B, A, K, r]`` of the Markov head, teacher-forced; None without one.
-        markov_weight: ``[V_d, r]``, its ``W2``.
-        confidence: ``[B, A, K]`` logits; None without a confidence head.
-    """
-
-    hidden: Tensor
-    head: Tensor
-    latents: Tensor | None = None
-    markov_weight: Tensor | None = None
-    confidence: Tensor | None = None
-
-    def objective_arguments(self) -> dict[str, Any]:
-        """Keywords for :func:`tokennorm.draft.dspark_objective`; plan, teacher and weights are the caller's."""
-        return {
-            "hidden": self.hidden,
-            "head": self.head,
-            "latents": self.latents,
-            "markov_weight": self.markov_weight,
-            "confidence": self.confidence,
-        }
-
-    def logits(self) -> Tensor:
-        """``[B, A, K, V_d]``, all of them; for tests and small models."""
-        logits = self.hidden @ self.head.t()
-        if self.latents is not None and self.markov_weight is not None:
-            logits = logits + self.latents @ self.markov_weight.t()
-        return logits
 
 
 class DraftModel(nn.Module):
@@ -117,6 +82,7 @@ class DraftModel(nn.Module):
         # What servers store: the offset from each draft token to its target token.
         self.register_buffer("d2t", _offsets(config, vocabulary))
         self._vocabulary: DraftVocabulary | None = None
+        self.register_load_state_dict_post_hook(_forget_vocabulary)
         for module in (self.embed_tokens, self.lm_head):
             module.requires_grad_(False)
         self.reset_parameters()
@@ -136,11 +102,11 @@ class DraftModel(nn.Module):
 
     @property
     def vocabulary(self) -> int | DraftVocabulary:
-        """What ``Blocks.plan`` wants: the size of the target's vocabulary, or the reduced one."""
+        """What ``Blocks.plan`` wants: the size of the target's vocabulary, or the reduced one, on the host."""
         if self.d2t is None:
             return self.config.vocab_size
-        if self._vocabulary is None or self._vocabulary.ids.device != self.d2t.device:
-            ids = self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+        if self._vocabulary is None:
+            ids = self.d2t.cpu() + torch.arange(self.d2t.shape[0])
             self._vocabulary = DraftVocabulary(ids, self.config.vocab_size)
         return self._vocabulary
 
@@ -151,7 +117,7 @@ class DraftModel(nn.Module):
             embed_tokens: ``[V, D]``.
             lm_head: ``[V, D]``, the target's; a reduced vocabulary takes its rows (a copy of those).
             copy: own copies, for a target that changes or a head that is trained (then set its
-                ``requires_grad``); by default the memory is shared.
+                ``requires_grad``); by default the memory is shared, where the target has the drafter's dtype.
 
         Raises:
             ConfigError: other shapes than the configuration's.
@@ -167,12 +133,13 @@ class DraftModel(nn.Module):
         if isinstance(vocabulary, DraftVocabulary):
             head = head.index_select(0, vocabulary.ids.to(head.device))
         for module, weight in ((self.embed_tokens, embed_tokens.detach()), (self.lm_head, head)):
-            module.weight = nn.Parameter(weight.clone() if copy else weight, requires_grad=False)
+            own = weight.to(self.fc.weight.dtype, copy=copy)
+            module.weight = nn.Parameter(own, requires_grad=False)
 
     # -- the parts, which a decoder calls one by one -------------------------------------------------------------
 
     def context(self, features: Tensor, position_ids: Tensor) -> ContextKV:
-        """Keys and values of context positions in every layer.
+        """Keys and values of context positions in every layer, for decoding.
 
         Args:
             features: ``[B, T, len(target_layer_ids) * D]``, the target's hidden states, concatenated in the
@@ -182,13 +149,7 @@ class DraftModel(nn.Module):
         Raises:
             LossUsageError: features of another width.
         """
-        if features.shape[-1] != self.config.feature_size:
-            raise LossUsageError(
-                f"features are {features.shape[-1]} wide; {len(self.config.target_layer_ids)} layers of "
-                f"{self.config.hidden_size} make {self.config.feature_size}",
-                fix=f"concatenate the target's hidden states of layers {list(self.config.target_layer_ids)}.",
-            )
-        states = self.hidden_norm(self.fc(features.detach().to(self.fc.weight.dtype)))
+        states = self._context_states(features)
         rotary = self.rotary_emb(position_ids, states.dtype)
         pairs = [_attention_of(layer).keys_values(states, rotary) for layer in self.layers]
         return ContextKV(keys=tuple(keys for keys, _ in pairs), values=tuple(values for _, values in pairs))
@@ -203,14 +164,28 @@ class DraftModel(nn.Module):
             mask: what each of the ``Q`` tokens may attend to among ``[context ; block tokens]``: dense bool
                 broadcastable to ``[B, 1, Q, T + Q]``, flex attention's, or None: everything.
         """
+        return self._fill(token_ids, position_ids, list(zip(context.keys, context.values, strict=True)), mask)
+
+    def _context_states(self, features: Tensor) -> Tensor:
+        if features.shape[-1] != self.config.feature_size:
+            raise LossUsageError(
+                f"features are {features.shape[-1]} wide; {len(self.config.target_layer_ids)} layers of "
+                f"{self.config.hidden_size} make {self.config.feature_size}",
+                fix=f"concatenate the target's hidden states of layers {list(self.config.target_layer_ids)}.",
+            )
+        return self.hidden_norm(self.fc(features.detach().to(self.fc.weight.dtype)))
+
+    def _fill(
+        self, token_ids: Tensor, position_ids: Tensor, contexts: Sequence[LayerContext], mask: AttentionMask
+    ) -> Tensor:
         states = self.embed_tokens(token_ids).to(self.fc.weight.dtype)
         rotary = self.rotary_emb(position_ids, states.dtype)
         save_memory = self.gradient_checkpointing and torch.is_grad_enabled()
-        for layer, keys, values in zip(self.layers, context.keys, context.values, strict=True):
+        for layer, context in zip(self.layers, contexts, strict=True):
             if save_memory:
-                states = checkpoint(layer, states, rotary, (keys, values), mask, use_reentrant=False)
+                states = checkpoint(layer, states, rotary, context, mask, use_reentrant=False)
             else:
-                states = layer(states, rotary, (keys, values), mask)
+                states = layer(states, rotary, context, mask)
             assert isinstance(states, Tensor)
         return self.norm(states)
 
@@ -226,12 +201,14 @@ class DraftModel(nn.Module):
             documents: ``[B, S]`` from :func:`tokennorm.draft.document_ids`; needed where a row holds several.
         """
         rows, count, size = blocks.target_ids.shape
-        context = self.context(features, position_ids)
+        states = self._context_states(features)
+        context = (states, *self.rotary_emb(position_ids, states.dtype))
         slots = torch.arange(size, device=blocks.anchors.device)
         tokens = torch.where(slots == 0, blocks.anchor_ids.unsqueeze(-1), self.config.mask_token_id)
         positions = position_ids.gather(1, blocks.anchors).unsqueeze(-1) + slots
         mask = self._mask(blocks, documents)
-        hidden = self.fill(tokens.flatten(1), positions.flatten(1), context, mask).view(rows, count, size, -1)
+        filled = self._fill(tokens.flatten(1), positions.flatten(1), [context] * len(self.layers), mask)
+        hidden = filled.view(rows, count, size, -1)
         embedded = latents = markov_weight = None
         if self.markov_head is not None:
             embedded = self.markov_head.embed(blocks.previous_ids)
@@ -286,6 +263,11 @@ class DraftModel(nn.Module):
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft tokens as target tokens."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+
+def _forget_vocabulary(drafter: nn.Module, _incompatible: Any) -> None:
+    assert isinstance(drafter, DraftModel)
+    drafter._vocabulary = None
 
 
 def _attention_of(layer: nn.Module) -> Any:
