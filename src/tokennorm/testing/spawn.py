@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -54,9 +55,10 @@ def _rank_main(
             timeout=timedelta(seconds=timeout_s),
         )
         value = function(rank, world_size, *args)
-        results.put(RankResult(rank=rank, value=value))
+        # Pickled here, by value: the queue would send tensors as handles that die with this process.
+        results.put(pickle.dumps(RankResult(rank=rank, value=value)))
     except BaseException:
-        results.put(RankResult(rank=rank, error=traceback.format_exc()))
+        results.put(pickle.dumps(RankResult(rank=rank, error=traceback.format_exc())))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -126,13 +128,13 @@ def _collect(
     """Gather one result per rank until the deadline; a rank that died without a word counts as failed."""
     while len(collected) < len(processes):
         try:
-            result = results.get(timeout=0.1)
+            result = pickle.loads(results.get(timeout=0.1))
         except queue.Empty:
             for rank, process in enumerate(processes):
                 if rank not in collected and not process.is_alive():
                     # Its last words may still be in the pipe: look once more before giving up on it.
                     try:
-                        last = results.get(timeout=0.5)
+                        last = pickle.loads(results.get(timeout=0.5))
                         collected[last.rank] = last
                     except queue.Empty:
                         collected[rank] = RankResult(rank=rank, error=f"died with exit code {process.exitcode}")
