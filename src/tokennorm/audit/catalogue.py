@@ -100,7 +100,8 @@ _ENTRIES = (
     Mistake(
         name="attention_crosses_documents",
         explanation="in packed rows, tokens attend to the documents before their own",
-        fix="pass position_ids that restart at every document, and no attention_mask, to a model that reads them.",
+        fix="pass position_ids that restart at every document to a model that reads them, with no attention_mask "
+        "and (Hugging Face) use_cache=False: either keeps it from isolating documents.",
     ),
     Mistake(
         name="half_precision_loss",

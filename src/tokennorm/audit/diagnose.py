@@ -98,11 +98,12 @@ def diagnose(
     alike = _like_rounding(observations)
     if alike:
         return _unsure(alike) if len(alike) > 1 else named(alike)
-    nearest = sorted((h.residual, "+".join(in_order(set(n)))) for n, h in found if n)
+    names, nearest = min(found, key=lambda item: item[1].residual)
+    name = "+".join(in_order(set(names))) or "no mistake"
     return named(
         ["unknown"],
-        residual=nearest[0][0] if nearest else math.nan,
-        candidates=[f"{name} ({residual:.1%} unexplained)" for residual, name in nearest[:1]],
+        residual=nearest.residual,
+        candidates=[f"{name} ({nearest.residual:.1%} unexplained)"],
     )
 
 

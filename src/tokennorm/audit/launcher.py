@@ -7,6 +7,7 @@ or a hang is kept; the rendezvous is a file too, so no port is taken.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import select
@@ -91,6 +92,7 @@ def _run_jobs(
         ranks = _Ranks(loop, world_size, jobs[len(outcomes) :], timeout_s, folder)
         try:
             finished, failure = ranks.watch(command_read)
+            ranks.import_modules()
         finally:
             ranks.kill()
             shutil.rmtree(folder, ignore_errors=True)
@@ -142,6 +144,14 @@ class _Ranks:
             if select.select([command_read], [], [], 0)[0]:
                 raise PipeClosed  # nobody sends a command while one is running: the audit is gone
             time.sleep(_POLL_S)
+
+    def import_modules(self) -> None:
+        """Import here what rank 0 imported inside the person's functions, so that the next ranks needn't."""
+        for name in self._read("modules").splitlines():
+            if name not in sys.modules:
+                # Some modules can't be found by their name, or make no sense on their own.
+                with contextlib.suppress(BaseException):
+                    importlib.import_module(name)
 
     def kill(self) -> None:
         """End every rank and what it started, and wait for them."""

@@ -22,7 +22,7 @@ from tokennorm.errors import AuditError, ConfigError
 
 __all__ = ["assert_token_normalised", "audit_loop"]
 
-_MAX_PARAMETERS = 4_000_000
+_MAX_PARAMETERS = 500_000
 
 
 def audit_loop(

@@ -31,8 +31,12 @@ def run_rank(
     """Run every job as this rank; write each result, or the first error, to a file. Never returns."""
     try:
         _become_rank(rank, world_size, timeout_s, folder)
+        known = set(sys.modules)
         for number, job in enumerate(jobs):
-            _write(folder, f"result-{number}-{rank}", dumps(job(loop, rank)))
+            result = dumps(job(loop, rank))
+            if rank == 0:
+                _write(folder, "modules", "\n".join(name for name in sys.modules if name not in known).encode())
+            _write(folder, f"result-{number}-{rank}", result)
         # Stay until the launcher has read everything: a rank that left would break its neighbours' connections.
         time.sleep(timeout_s + 60)
     except BaseException:

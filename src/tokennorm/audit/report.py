@@ -14,6 +14,9 @@ from tokennorm.audit.diagnose import Diagnosis
 
 __all__ = ["AuditReport", "LayoutReport", "TokenWeights"]
 
+# Weights closer to 1 than this are 1, but for rounding.
+_EVEN = 1e-3
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutReport:
@@ -58,6 +61,12 @@ class TokenWeights:
     min: float
     max: float
     per_sample: dict[int, tuple[float, float]]
+
+    def __str__(self) -> str:
+        """One line."""
+        if max(abs(self.min - 1), abs(self.max - 1)) < _EVEN:
+            return "token weights are all 1 (where they could be solved): it is not the weights that are wrong"
+        return f"token weights between {number(self.min)} and {number(self.max)}, should all be 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +171,7 @@ def _verdict(report: AuditReport) -> list[str]:
         lines.append(f"  what to do: {diagnosis.fix}")
     weights = report.token_weights
     if weights is not None and not report.exact:
-        lines.append(f"  token weights between {number(weights.min)} and {number(weights.max)}, should all be 1")
+        lines.append(f"  {weights}")
     failures: dict[str, list[str]] = {}
     for layout in report.layouts:
         if layout.failure and layout.failure != "not run":

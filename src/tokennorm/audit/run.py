@@ -12,6 +12,7 @@ from tokennorm.audit.compare import WindowResult, compare_window
 from tokennorm.audit.definitions import DEFINITIONS
 from tokennorm.audit.diagnose import Diagnosis, diagnose, named
 from tokennorm.audit.evidence import Evidence, undo_own_clipping, window_evidence
+from tokennorm.audit.fit import LARGEST_ROUNDING
 from tokennorm.audit.jobs import Description, Observe
 from tokennorm.audit.launcher import Outcome
 from tokennorm.audit.layouts import Layout
@@ -171,6 +172,8 @@ class Run:
             )
             if found.name != "unknown" and not (simple and found.also):
                 break
+            if not simple and not found.residual < LARGEST_ROUNDING:
+                break  # too far off for half precision
         return found
 
 

@@ -72,6 +72,10 @@ def bare_model(model: nn.Module) -> nn.Module:
     _undo_fully_shard(model)
     for parameter in model.parameters():
         parameter.grad = None
+    # Hugging Face's fast kernel for experts knows no float64.
+    choose_experts = getattr(model, "set_experts_implementation", None)
+    if choose_experts is not None:
+        choose_experts("eager")
     # The copy has new parameters: what DDP hung on the old ones doesn't run in the reference.
     return copy.deepcopy(model)
 
