@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from tests.audit import loop_pieces as pieces
 from tests.audit import mistaken_loops as mistaken
@@ -152,3 +153,49 @@ def test_nan_in_empty_micro_batches(audit):
     assert empty
     assert all(math.isnan(layout.error) for layout in empty)
     assert all(layout.exact for layout in report.layouts if "empty" not in layout.name)
+
+
+def rows_to_points(samples, packed):
+    """Not tokens at all: rows of a regression, each with as many targets as it says."""
+    return {
+        "x": torch.stack([torch.linspace(-1, 1, 6) * (1 + number) for number, _ in samples]),
+        "targets": [count for _, count in samples],
+    }
+
+
+def squared_errors(model, batch):
+    """Of the first targets of each row, and which row each belongs to."""
+    outputs = model(batch["x"])
+    keep = torch.arange(outputs.shape[1]) < torch.tensor(batch["targets"])[:, None]
+    row = torch.arange(len(outputs))[:, None].expand_as(outputs)
+    return (outputs - 1.0).square()[keep], torch.ones(int(keep.sum())), row[keep]
+
+
+def build_regression():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("means", [False, True])
+def test_data_and_loss_of_another_kind(audit, means):
+    def step(model, optimizer, batches):
+        losses = [squared_errors(model, batch)[0] for batch in batches]
+        optimizer.zero_grad()
+        if means:
+            sum(pieces.mean_or_zero(each) / len(losses) for each in losses).backward()
+        else:
+            torch.cat(losses).mean().backward()
+        optimizer.step()
+
+    report = audit(
+        Loop(name="regression", step=step, build=build_regression),
+        samples=[(number, 1 + 5 * (number % 3 == 0)) for number in range(7)],
+        make_batch=rows_to_points,
+        token_loss=squared_errors,
+        ranks=(1,),
+    )
+    if means:
+        assert report.diagnosis is not None
+        assert report.diagnosis.name == "mean_of_micro_batch_means"
+    else:
+        assert report.exact, str(report)

@@ -10,7 +10,7 @@ micro-batches that the loop got.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,7 @@ class ReferenceJob:
         """Run in a process of its own."""
         model = loop.reference(self.layouts[0])
         exact = copy.deepcopy(model).double()
-        first = loop.batch(self.samples, [0], packed=False)
+        first = in_float64(loop.batch(self.samples, [0], packed=False))
         outcome = as_token_loss(loop.token_loss(exact, first))
         check_deterministic(outcome.loss, as_token_loss(loop.token_loss(exact, first)).loss)
         samples: dict[tuple[int, int], SampleGradient] = {}
@@ -106,7 +106,7 @@ class ReferenceJob:
         return ReferenceResult(samples=samples, extras=extras)
 
     def _sample(self, loop: LoopUnderTest, exact: nn.Module, model: nn.Module, batch: Any) -> SampleGradient:
-        outcome = as_token_loss(loop.token_loss(exact, batch))
+        outcome = as_token_loss(loop.token_loss(exact, in_float64(batch)))
         weighted = outcome.weight_or_ones() * outcome.loss
         counts, losses, gradients = [], [], []
         parts: dict[str, list[Tensor]] = {name: [] for name in outcome.parts}
@@ -136,12 +136,28 @@ class ReferenceJob:
         found: dict[str, list[list[ExtraGradient]]] = {}
         for rank in range(layout.ranks):
             for batch in loop.micro_batches(self.samples, layout, layout.windows[window], rank):
-                for name, (value, weight) in as_token_loss(loop.token_loss(exact, batch)).extras.items():
+                for name, (value, weight) in extras_of(loop, exact, batch):
                     rows = found.setdefault(name, [[] for _ in range(layout.ranks)])
                     gradient = gradient_of(value, exact, self.shapes)
                     weight = None if weight is None else float(weight)
                     rows[rank].append(ExtraGradient(value=value.item(), weight=weight, gradient=gradient))
         return found
+
+
+def extras_of(loop: LoopUnderTest, exact: nn.Module, batch: Any) -> list[tuple[str, tuple[Tensor, float | None]]]:
+    """The extras of one micro-batch, by name."""
+    return list(as_token_loss(loop.token_loss(exact, in_float64(batch))).extras.items())
+
+
+def in_float64(batch: Any) -> Any:
+    """A batch (tensors in mappings, lists and tuples) with its floating-point tensors in float64."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {key: in_float64(value) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(map(in_float64, batch))
+    return batch
 
 
 def load(model: nn.Module, state: dict[str, Tensor]) -> None:

@@ -31,6 +31,8 @@ _COORDINATES = 20_000
 _TOLERANCES = {torch.float64: 5e-6, torch.float32: 5e-6}
 _FLOORS = 4.0
 _FIT = 5.0
+# One job of the audit itself does the work of many layouts.
+_PATIENCE = 10.0
 # Wrong definitions of the loss cost a backward each, so they are tried where wrong weights alone (one mistake)
 # don't explain the gradients; half precision, which explains none to the last digit, comes last.
 _STAGES = (
@@ -101,7 +103,7 @@ class Run:
 
     def in_one_process(self, job: Any, what: str) -> Any:
         """Run a job of the audit itself; its failure is the audit's failure."""
-        (outcome,) = self.workers.run(1, [job])
+        (outcome,) = self.workers.run(1, [job], patience=_PATIENCE)
         if outcome.values is None:
             raise AuditError(f"{what}:\n{outcome.text}")
         return outcome.values[0]

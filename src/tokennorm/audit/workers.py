@@ -105,15 +105,21 @@ class Workers:
         finally:
             os._exit(0)
 
-    def run(self, world_size: int, jobs: Sequence[Any]) -> list[Outcome]:
+    def run(self, world_size: int, jobs: Sequence[Any], *, patience: float = 1.0) -> list[Outcome]:
         """Run jobs one after another on ``world_size`` ranks; one outcome per job, in order.
+
+        Args:
+            world_size: number of ranks.
+            jobs: called with the loop and the rank.
+            patience: by how much the time limit is longer for these jobs.
 
         Raises:
             AuditError: the person's modules can't be imported, or the launcher died.
         """
-        deadline = time.monotonic() + self._timeout_s * (len(jobs) + 3) + _SLACK_S
+        limit = self._timeout_s * patience
+        deadline = time.monotonic() + limit * (len(jobs) + 3) + _SLACK_S
         try:
-            write_frame(self._commands, dumps((world_size, list(jobs), self._timeout_s)))
+            write_frame(self._commands, dumps((world_size, list(jobs), limit)))
             reply = pickle.loads(read_frame(self._replies, deadline=deadline))
         except (PipeClosed, BrokenPipeError, TimeoutError) as error:
             raise AuditError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokennorm.audit.definitions import DEFINITIONS, Batch, Definition, real_positions
 from tokennorm.audit.jobs import LoopUnderTest
 from tokennorm.audit.layouts import Layout
-from tokennorm.audit.reference import WindowKey, gradient_of, load
+from tokennorm.audit.reference import WindowKey, gradient_of, in_float64, load
 from tokennorm.audit.samples import IGNORED, Sample, collate, is_token_batch
 from tokennorm.audit.token_loss import CausalTokenLoss, as_token_loss
 
@@ -98,7 +98,7 @@ class DefinitionsJob:
         if all(isinstance(sample, Sample) for sample in samples):
             batch = collate(samples, packed)
             with contextlib.suppress(Exception):
-                loop.token_loss(exact, batch)
+                loop.token_loss(exact, in_float64(batch))
                 return batch
         return loop.make_batch(samples, packed)
 
@@ -131,7 +131,7 @@ class DefinitionsJob:
                 return None
             batch = changed
         with context:
-            outcome = as_token_loss(token_loss(network, batch))
+            outcome = as_token_loss(token_loss(network, in_float64(batch) if network is exact else batch))
         count = float(outcome.weight_or_ones().sum())
         layout = self.layouts[key[0]]
         scale = {
