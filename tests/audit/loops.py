@@ -37,6 +37,14 @@ class _Power:
         return float(ranks) ** self.ranks * float(micro_batches) ** self.micro_batches
 
 
+@dataclass(frozen=True)
+class _Constant:
+    factor: float
+
+    def __call__(self, ranks: int, micro_batches: int) -> float:
+        return self.factor
+
+
 def _scaled(ranks: int, micro_batches: int) -> Callable[..., Any]:
     return partial(pieces.counted, factor=_Power(ranks, micro_batches))
 
@@ -103,6 +111,11 @@ MISTAKES = (
     Loop(name="/ accumulation", step=_scaled(0, -1), expected=("factor_accumulation_too_little",)),
     Loop(name="x both", step=_scaled(1, 1), expected=("factor_ranks_and_accumulation_too_much",)),
     Loop(name="/ both", step=_scaled(-1, -1), expected=("factor_ranks_and_accumulation_too_little",)),
+    Loop(
+        name="a loss scale never undone",
+        step=partial(pieces.counted, factor=_Constant(1024.0)),
+        expected=("constant_factor",),
+    ),
     Loop(name="rescaled twice", step=mistaken.rescaled_twice, expected=("rescaled_twice",)),
     Loop(name="not rescaled", step=mistaken.not_rescaled, expected=("not_rescaled",)),
     Loop(
@@ -166,6 +179,7 @@ MISTAKES = (
         step=partial(mistaken.relabelled, labels=mistaken.shifted_labels),
         expected=("shifted_twice",),
     ),
+    Loop(name="not shifted", step=mistaken.unshifted, expected=("not_shifted",)),
     Loop(name="bfloat16 loss", step=mistaken.half_loss, expected=("half_precision_loss",)),
     Loop(
         name="float16 loss",

@@ -180,6 +180,16 @@ def masked_packs(model, optimizer, batches: Batches) -> None:
     counted(model, optimizer, [{**b, "attention_mask": torch.ones_like(b["input_ids"])} for b in batches])
 
 
+def unshifted(model, optimizer, batches: Batches) -> None:
+    """Every position learns the token that it reads."""
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+    counted(model, optimizer, batches, loss, count=before_shift)
+
+
 def half_loss(model, optimizer, batches: Batches, *, dtype: torch.dtype = torch.bfloat16) -> None:
     def loss(batch: dict[str, Tensor]) -> Tensor:
         logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits.to(dtype)
