@@ -213,19 +213,32 @@ def test_a_used_run_folder_is_refused_before_any_work(folder: Path, capsys: pyte
     assert "already holds a run" in capsys.readouterr().err
 
 
+# A shell starts background jobs with interrupts ignored, and children inherit that: whoever runs these tests that
+# way would wait for ever. So the command gets Python's own handler back first.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tokennorm.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_interrupt_prints_one_line_and_ends(folder: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tokennorm", *arguments(folder, "stopped", "--train.epochs", "100000")],
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE, *arguments(folder, "stopped", "--train.epochs", "100000")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 3/"):
-            process.send_signal(signal.SIGINT)
-            break
-    _, errors = process.communicate(timeout=60)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step 3/"):
+                    process.send_signal(signal.SIGINT)
+                    break
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert re.fullmatch(r"\n?interrupted at step \d+/\d+; nothing was saved\n", errors)
