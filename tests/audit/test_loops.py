@@ -32,6 +32,8 @@ IN_CI = (
     "not cleared",
     "a gradient thrown away",
 )
+# These are computed under wrong definitions, micro-batch by micro-batch: fewer layouts will do here.
+SLOW = {"prompt supervised", "float16 loss", "targets cross documents", "attention mask on packed rows"}
 EXACT_IN_CI = (
     "DDP, deferred, clipped",
     "summed by hand, counted",
@@ -58,7 +60,7 @@ def test_the_catalogue_has_a_loop_for_every_mistake():
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_mistake_gets_its_name(name, audit):
     loop = named(name)
-    report = audit(loop)
+    report = audit(loop, ranks=(1, 2) if name in SLOW else (1, 2, 3))
     assert not report.exact
     assert report.diagnosis is not None
     assert (report.diagnosis.name, *report.diagnosis.also) == loop.expected, str(report)
@@ -95,7 +97,7 @@ def test_token_weights_are_those_that_the_loop_gave(audit):
 
 
 def test_two_mistakes_of_one_loop_are_both_named(audit):
-    report = audit(Loop(name="both", step=mistaken.means_of_all_tokens))
+    report = audit(Loop(name="both", step=mistaken.means_of_all_tokens), ranks=(1, 2))
     assert report.diagnosis is not None
     assert {report.diagnosis.name, *report.diagnosis.also} == {
         "mean_of_rank_and_micro_batch_means",
