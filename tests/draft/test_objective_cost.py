@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.draft.case import LEAVES, make_case
+from tests.operator_cost import OperatorCost
 from tokennorm.draft import checks
 from tokennorm.testing import RefuseHostSync
 
-PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.matmul", "aten.linear", "aten.baddbmm")
 CHUNK = 4
-
-
-class Counter(TorchDispatchMode):
-    """Counts the multiply-adds of matrix products and remembers the largest tensor that an operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.multiply_adds = 0
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if str(func).startswith(PRODUCTS):
-            left, right = [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 2][-2:]
-            assert left.shape[1] == right.shape[0]
-            self.multiply_adds += left.shape[0] * left.shape[1] * right.shape[1]
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -42,7 +21,7 @@ def test_products_of_the_supervised_slots_and_of_the_distinct_teacher_rows(
     case = make_case(reduced=reduced)
     plan, leaves = case.plan(), case.leaves()
     leaves["head"].requires_grad_(trainable_head)
-    with Counter() as counter:
+    with OperatorCost() as counter:
         sums = case.fused(leaves, plan=plan, chunk_size=CHUNK)
         (sums.loss_sum / 64).backward()
     width, rank, n, u = 6, 3, plan.num_supervised, plan.num_teacher_rows
@@ -59,13 +38,13 @@ def test_products_of_the_supervised_slots_and_of_the_distinct_teacher_rows(
 def test_a_term_by_itself_costs_one_more_pass_and_no_gradients_none() -> None:
     case = make_case()
     plan = case.plan()
-    with Counter() as once:
+    with OperatorCost() as once:
         case.fused(case.leaves(), plan=plan).loss_sum.backward()
-    with Counter() as twice:
+    with OperatorCost() as twice:
         sums = case.fused(case.leaves(), plan=plan)
         (sums.terms["ce"].numerator + 0.3 * sums.terms["l1"].numerator).backward()
     assert twice.multiply_adds == 2 * once.multiply_adds
-    with Counter() as evaluation, torch.no_grad():
+    with OperatorCost() as evaluation, torch.no_grad():
         case.fused(case.leaves(), plan=plan)
     forward = (plan.num_teacher_rows * 6 + plan.num_supervised * (6 + 3)) * plan.target_size
     assert evaluation.multiply_adds == forward

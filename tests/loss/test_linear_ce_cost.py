@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.loss.reference import IGNORE, relative_error
+from tests.operator_cost import OperatorCost
 from tokennorm.errors import LabelError, LossUsageError
 from tokennorm.loss import label_checks, linear_cross_entropy, raise_pending_label_errors
 from tokennorm.testing.no_sync import RefuseHostSync
 
 N, D, V, CHUNK = 48, 16, 301, 8
-PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.matmul", "aten.linear", "aten.baddbmm")
-
-
-class Counter(TorchDispatchMode):
-    """Counts the multiply-adds of matrix products and remembers the largest tensor that an operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.multiply_adds = 0
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if str(func).startswith(PRODUCTS):
-            left, right = [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 2][-2:]
-            assert left.shape[1] == right.shape[0]
-            self.multiply_adds += left.shape[0] * left.shape[1] * right.shape[1]
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return out
 
 
 def inputs(supervised: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -48,7 +27,7 @@ def inputs(supervised: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.T
 @pytest.mark.parametrize(("supervised", "products"), [(1.0, 3), (0.5, 3), (0.0, 0)])
 def test_three_products_of_the_supervised_rows(supervised: float, products: int) -> None:
     hidden, weight, labels, count = inputs(supervised)
-    with Counter() as counter:
+    with OperatorCost() as counter:
         # The engine's path: per-token losses, their sum, a provisional divisor.
         (linear_cross_entropy(hidden, weight, labels, chunk_size=CHUNK).sum() / 64).backward()
     assert counter.multiply_adds == products * count * D * V
@@ -57,7 +36,7 @@ def test_three_products_of_the_supervised_rows(supervised: float, products: int)
 def test_fewer_products_where_less_is_asked_for() -> None:
     hidden, weight, labels, _ = inputs()
     for frozen_hidden, frozen_weight, products in ((False, True, 2), (True, False, 2), (True, True, 1)):
-        with Counter() as counter:
+        with OperatorCost() as counter:
             h, w = (
                 hidden.detach().requires_grad_(not frozen_hidden),
                 weight.detach().requires_grad_(not frozen_weight),
@@ -66,14 +45,14 @@ def test_fewer_products_where_less_is_asked_for() -> None:
             if loss.requires_grad:
                 loss.backward()
         assert counter.multiply_adds == products * N * D * V
-    with Counter() as counter, torch.no_grad():
+    with OperatorCost() as counter, torch.no_grad():
         linear_cross_entropy(hidden, weight, labels, chunk_size=CHUNK)
     assert counter.multiply_adds == N * D * V
 
 
 def test_a_varied_upstream_costs_one_more_pass() -> None:
     hidden, weight, labels, _ = inputs()
-    with Counter() as counter:
+    with OperatorCost() as counter:
         linear_cross_entropy(hidden, weight, labels, chunk_size=CHUNK).backward(torch.rand(N))
     assert counter.multiply_adds == 6 * N * D * V
 
@@ -81,11 +60,11 @@ def test_a_varied_upstream_costs_one_more_pass() -> None:
 @pytest.mark.parametrize("uniform", [True, False])
 def test_one_chunk_of_logits_lives_at_a_time(uniform: bool) -> None:
     hidden, weight, labels, _ = inputs()
-    with Counter() as counter:
+    with OperatorCost() as counter:
         loss = linear_cross_entropy(hidden, weight, labels, chunk_size=CHUNK, z_loss=0.1, stats=("entropy",))[0]
         loss.backward(torch.ones(()).expand(N) if uniform else torch.rand(N))
     assert counter.largest == max(CHUNK * V, V * D)
-    with Counter() as counter:
+    with OperatorCost() as counter:
         torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum").backward()
     assert counter.largest >= N * V
 
