@@ -17,6 +17,8 @@ __all__ = [
     "LabelError",
     "LossUsageError",
     "MissingDependencyError",
+    "NonFiniteError",
+    "NonFiniteSlotError",
     "PatchError",
     "TokenNormError",
 ]
@@ -67,6 +69,14 @@ class KitUsageError(TokenNormError, RuntimeError):
 
 class EmptyWindowError(TokenNormError, RuntimeError):
     """A whole window, on all ranks, held no supervised token."""
+
+
+class NonFiniteError(TokenNormError, FloatingPointError):
+    """A loss or a gradient that is NaN or infinite where nothing masks it."""
+
+
+class NonFiniteSlotError(NonFiniteError):
+    """A supervised slot of a drafter whose loss is NaN or infinite."""
 
 
 class PatchError(TokenNormError, RuntimeError):

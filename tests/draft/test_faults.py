@@ -17,12 +17,11 @@ from tests.draft.case import LEAVES, LOSS_OPTIONS, Case, make_case
 from tests.draft.reference import relative_error
 from tokennorm.draft import (
     DSparkForwardOutput,
-    NonFiniteSlotError,
     checks,
     compute_dspark_loss,
     raise_pending_slot_errors,
 )
-from tokennorm.errors import LabelError
+from tokennorm.errors import LabelError, NonFiniteSlotError
 from tokennorm.testing import RefuseHostSync
 
 Evaluate = Callable[[Case, dict[str, Tensor]], tuple[Tensor, ...]]

@@ -19,7 +19,7 @@ from tests.engine.toy import (
     weights,
 )
 from tokennorm.engine import CausalLMObjective, ObjectiveOutput
-from tokennorm.errors import EmptyWindowError, PatchError, TokenNormError
+from tokennorm.errors import EmptyWindowError, NonFiniteError, PatchError
 from tokennorm.loss import RatioSum, label_checks
 from tokennorm.testing import RefuseHostSync
 
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights() -> None:
     with torch.no_grad():
         engine.model.mix.weight[0, 0] = math.inf
     before = weights(engine.model)
-    with pytest.raises(TokenNormError, match="gradient norm of step 2 is nan"):
+    with pytest.raises(NonFiniteError, match="gradient norm of step 2 is nan"):
         engine.train_step(ToyWindows().windows[1])
     assert torch.equal(weights(engine.model), before)
 

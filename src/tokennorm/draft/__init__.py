@@ -15,7 +15,7 @@ from tokennorm.draft.blocks import Blocks, make_blocks
 from tokennorm.draft.cache import CachedDocument, HiddenStateCache, collate_states, describe_size, fill_cache
 from tokennorm.draft.cache_spec import CacheSpec
 from tokennorm.draft.capture import Captured, HiddenStateCapture
-from tokennorm.draft.checks import NonFiniteSlotError, raise_pending_slot_errors
+from tokennorm.draft.checks import raise_pending_slot_errors
 from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
 from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.context import ContextKV
@@ -49,7 +49,6 @@ __all__ = [
     "FolderReport",
     "HiddenStateCache",
     "HiddenStateCapture",
-    "NonFiniteSlotError",
     "Proposal",
     "SlotPlan",
     "WarmStart",

@@ -12,10 +12,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from tokennorm.errors import LabelError, LossUsageError, TokenNormError
+from tokennorm.errors import LabelError, LossUsageError, NonFiniteSlotError
 
 __all__ = [
-    "NonFiniteSlotError",
     "SlotFault",
     "check_slot_labels",
     "defers",
@@ -23,10 +22,6 @@ __all__ = [
     "report_count",
     "report_slots",
 ]
-
-
-class NonFiniteSlotError(TokenNormError, FloatingPointError):
-    """A supervised slot whose loss is NaN or infinite."""
 
 
 class SlotFault(IntEnum):

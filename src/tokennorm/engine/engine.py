@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tokennorm.engine.distributed import set_gradient_sync
 from tokennorm.engine.evaluate import move_to_device
 from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
-from tokennorm.errors import TokenNormError
+from tokennorm.errors import NonFiniteError
 from tokennorm.kit import TokenNormedLossKit
 from tokennorm.loss import RatioSum, merge_ratios, reduce_ratios
 
@@ -146,7 +146,7 @@ class Engine:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         # In fp16 an overflow is the scaler's everyday business: it skips the step and lowers its scale.
         if not self.scaler.is_enabled() and not bool(torch.isfinite(norm)):
-            raise TokenNormError(
+            raise NonFiniteError(
                 f"the gradient norm of step {self.step + 1} is {float(norm)} (loss {self._stats.mean_loss})",
                 why="an optimizer step with it would turn every weight into NaN; the weights are as they were",
                 fix="lower the learning rate, or look for bad rows in the data",
