@@ -17,6 +17,8 @@ __all__ = ["Evidence", "Group", "expected_after_clipping", "undo_own_clipping", 
 
 # Below this the ranks hold the same gradient; all-reduce gives every rank the same bits, but gathers may not.
 _SAME = 1e-5
+# Not ours: torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6, and what it did is to be reproduced here.
+_TORCH_CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,7 @@ def expected_after_clipping(reference: Tensor, clip: ClipRecord | None) -> Tenso
     if clip is None:
         return reference
     norm = torch.linalg.vector_norm(reference, clip.norm_type)
-    return reference * min(1.0, clip.max_norm / (float(norm) + 1e-6))
+    return reference * min(1.0, clip.max_norm / (float(norm) + _TORCH_CLIP_EPSILON))
 
 
 def undo_own_clipping(windows: Sequence[Evidence]) -> float | None:
@@ -226,7 +228,7 @@ def _before_clipping(
         return read, None
     before = torch.stack([flatten(record.clips[-1].gradients_before, shapes) for record in records])
     clip = records[0].clips[-1]
-    clipped = before * min(1.0, clip.max_norm / (clip.total_norm + 1e-6))
+    clipped = before * min(1.0, clip.max_norm / (clip.total_norm + _TORCH_CLIP_EPSILON))
     square = (clipped * clipped).sum()
     if not torch.isfinite(clipped).all() or square == 0:
         return read, None

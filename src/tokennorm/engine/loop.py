@@ -175,11 +175,6 @@ class _Evaluator:
         return report
 
 
-def _save(engine: Engine, windows: WindowSource, checkpoints: CheckpointStore | None) -> None:
-    if checkpoints is not None:
-        checkpoints.save(engine, loader_state=windows.state_dict())
-
-
 def _log(
     report: StepReport, run: RunFolder | None, progress: ProgressPrinter, config: LoopConfig, total_steps: int
 ) -> None:
