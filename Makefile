@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: demo test check format survey bench model clean
 
-demo: model  ## fine-tune SmolLM2-135M on the embedded question-answer set (6 to 8 minutes on 2 cores)
+demo: model  ## fine-tune SmolLM2-135M on the embedded question-answer set (about 5 minutes on 2 free cores)
 	$(BIN)/tokennorm train sft --config demo
 
 test: model  ## every test
