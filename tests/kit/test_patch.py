@@ -244,6 +244,19 @@ def test_second_application_changes_the_settings(model, expected):
     assert type(model) is LlamaForCausalLM
 
 
+def test_on_request_only_a_call_that_asks_gets_token_losses(expected):
+    plain = llama()
+    own = plain(**batch())
+    model = apply_chunked_token_loss_patch(plain, on_request=True)
+    outputs = model(**batch())
+    assert torch.equal(outputs.loss, own.loss)
+    assert torch.equal(outputs.logits, own.logits)
+    torch.testing.assert_close(model(**batch(), token_losses=True).loss, expected)
+    apply_chunked_token_loss_patch(model)
+    torch.testing.assert_close(model(**batch()).loss, expected)
+    assert torch.equal(model(**batch(), token_losses=False).loss, own.loss)
+
+
 def test_copies_keep_the_patch(model, expected):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():

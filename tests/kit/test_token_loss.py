@@ -118,7 +118,8 @@ def test_the_returned_loss_is_provisional_or_exact() -> None:
     assert kit.accumulate_microbatch(**given, backward_divisor=8).item() == (4 + 2 * 5) / 8
     kit.reset(discard=True)
     kit = new_kit(averaging_factor=7)
-    kit.begin_window({"loss": 3, "z": 10})
+    totals = kit.begin_window({"loss": 3, "z": 10})
+    assert {name: total.item() for name, total in totals.items()} == {"loss": 3, "z": 10}
     term = LossTerm(numerator=term.numerator, denominator=10, weight=2.0)
     loss = kit.accumulate_microbatch(**{**given, "extra_terms": {"z": term}})
     assert loss.item() == pytest.approx(7 * (4 / 3 + 2 * 5 / 10))

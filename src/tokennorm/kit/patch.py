@@ -34,7 +34,7 @@ __all__ = ["apply_chunked_token_loss_patch", "remove_chunked_token_loss_patch"]
 
 
 def apply_chunked_token_loss_patch(
-    model: Any, *, chunk_size: int | None = None, output_cls: type | None = None
+    model: Any, *, chunk_size: int | None = None, output_cls: type | None = None, on_request: bool = False
 ) -> Any:
     """Make a causal LM return the loss of every token, without ever holding all its logits.
 
@@ -54,7 +54,7 @@ def apply_chunked_token_loss_patch(
 
     Apply it after adapters (PEFT) and before ``fully_shard`` and DDP; a DDP or PEFT wrapper may be given, its
     model is patched. To compile, compile the base model (``model.model = torch.compile(model.model)``). Applying
-    it again changes the two settings.
+    it again changes the settings.
 
     A probe runs the model on 8 tokens, patched and not, and compares the losses and the gradients of head and loss
     (losses only where parameters are sharded); on the meta device it waits for the first forward with labels.
@@ -64,6 +64,8 @@ def apply_chunked_token_loss_patch(
         chunk_size: rows of logits held at once; by default a memory budget decides.
         output_cls: ModelOutput dataclass to return, with fields ``loss`` and ``extra_loss``; by default the
             family's own plus ``extra_loss``.
+        on_request: answer this way only a call with ``token_losses=True``, and any other as if the model were not
+            patched; for a model that other code calls too.
 
     Returns:
         The same ``model``.
@@ -79,11 +81,13 @@ def apply_chunked_token_loss_patch(
     inner = causal_lm(model)
     state: PatchState | None = inner.__dict__.get(STATE_ATTRIBUTE)
     if state is not None:
-        state.chunk_size, state.output_cls = chunk_size, output_cls
+        state.chunk_size, state.output_cls, state.on_request = chunk_size, output_cls, on_request
         return model
     head_name, head = head_of(inner)
     own_loss = inner.__dict__.pop("loss_function", None) or inner.__dict__.get(OWN_LOSS_ATTRIBUTE)
-    state = PatchState(head=head_name, chunk_size=chunk_size, output_cls=output_cls, own_loss=own_loss)
+    state = PatchState(
+        head=head_name, chunk_size=chunk_size, output_cls=output_cls, on_request=on_request, own_loss=own_loss
+    )
     inner.__dict__.update({STATE_ATTRIBUTE: state, OWN_LOSS_ATTRIBUTE: lost_patch})
     inner.__class__ = token_loss_class(type(inner))
     head.__class__ = deferring_head_class(type(head))
@@ -178,12 +182,13 @@ def _forward(model: Any, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Forward of a patched model."""
     state: PatchState = model.__dict__[STATE_ATTRIBUTE]
     num_supervised = kwargs.pop("num_supervised", None)
+    wanted = kwargs.pop("token_losses", not state.on_request)
     check_thread(state)
     if state.call is not None:
         # The probe asks for the family's own forward.
         return base.forward(model, *args, **kwargs)
     arguments = _by_name(model, base, args, kwargs)
-    if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+    if not wanted or (arguments.get("labels") is None and arguments.get("shift_labels") is None):
         return base.forward(model, *args, **kwargs)
     if state.probe_due:
         probe(model, lambda inputs: base.forward(model, **inputs))

@@ -44,7 +44,7 @@ class PatchState:
     Attributes:
         head: name of the head among the model's modules.
         own_loss: the loss function that was set on the instance, or None for the family's.
-        chunk_size, output_cls: as given to the patch.
+        chunk_size, output_cls, on_request: as given to the patch.
         probe_due: whether the probe still has to run, at the first forward with labels.
         call, thread: what answers head and loss function while a forward runs, and in which thread; else None.
         reported: operations already logged as making the logits real.
@@ -53,6 +53,7 @@ class PatchState:
     head: str
     chunk_size: int | None
     output_cls: type | None
+    on_request: bool = False
     own_loss: Any = None
     probe_due: bool = False
     call: Any = None

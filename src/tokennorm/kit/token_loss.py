@@ -130,7 +130,7 @@ class TokenNormedLossKit:
         self._averaging_factor = measure_averaging(wrapped_model, group=self.count_group, backward=backward)
         return self._averaging_factor
 
-    def begin_window(self, counts: Mapping[str, Count]) -> None:
+    def begin_window(self, counts: Mapping[str, Count]) -> dict[str, Tensor]:
         """Start a counted window: one all-reduce of all denominators, before its first backward.
 
         A counted window costs two all-reduces (this one, and :meth:`reduce_window`'s for the values to log), and
@@ -139,6 +139,9 @@ class TokenNormedLossKit:
         Args:
             counts: this rank's denominators, summed over all its micro-batches of the window: ``"loss"`` for
                 the effective tokens, and one entry per extra term.
+
+        Returns:
+            The denominators of all ranks, 0-d float64 each, where the sums are.
 
         Raises:
             KitUsageError: the window has already begun, ``"loss"`` is missing, a name was not declared.
@@ -165,6 +168,7 @@ class TokenNormedLossKit:
             self._window.normalisation = Counted(announced, totals, self._averaging_factor)
         if self._read_at_reduce:
             _ = TokenLossStats(message, facts).is_empty
+        return totals
 
     def accumulate_microbatch(
         self,
