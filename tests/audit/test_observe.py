@@ -41,6 +41,26 @@ def test_gradients_are_those_that_the_optimizer_reads():
     assert len(record.steps) == 1
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_has_run_when_the_gradients_are_read(by_name):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 2), 3.0)).sum()
+        loss.backward()
+        return loss
+
+    with Observer(model, optimizer).window() as record:
+        model(torch.ones(1, 2)).sum().backward()
+        loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert loss is not None
+    (step,) = record.steps
+    assert step["weight"] is not None
+    assert step["weight"].tolist() == [[3.0, 3.0]]
+
+
 def test_optimizers_of_disjoint_parameters_share_a_step():
     model, optimizers = two_layers()
     observer = Observer(model, [Wrapped(optimizers[0]), optimizers[1]])

@@ -83,9 +83,26 @@ class Observer:
     def _gradients(self) -> Gradients:
         return {name: None if p.grad is None else full(p.grad) for name, p in self._parameters.items()}
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._record is None:
-            return
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._note_step(optimizer)
+            return None
+
+        def noting(*inputs: Any, **options: Any) -> Any:
+            # Backward happens in here, inside the step; the optimizer reads the gradients afterwards.
+            result = closure(*inputs, **options)
+            self._note_step(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": noting}
+        return (args[0], noting, *args[2:]), kwargs
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        assert self._record is not None
         # Several optimizers (of disjoint parameters) share a step: each adds what it is about to read.
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = {
