@@ -274,6 +274,16 @@ def test_declared_terms_may_be_absent() -> None:
     assert relative_error(gradients(model), reference_gradients(WINDOWS[:1], router="tokens")[0]) < 1e-14
 
 
+@pytest.mark.parametrize("declared", [None, ("router",), ("router", "z")])
+def test_a_declared_term_is_counted_once_in_a_counted_window(declared: tuple[str, ...] | None) -> None:
+    kit, model = new_kit(extra_terms=declared), ToyLM()
+    count = sum(batch.supervised for batch in WINDOWS[0])
+    assert kit.begin_window({"loss": count, "router": count})["router"].item() == count
+    run_window(kit, model, WINDOWS[0], router="tokens")
+    finish(kit, model)
+    assert relative_error(gradients(model), reference_gradients(WINDOWS[:1], router="tokens")[0]) < 1e-14
+
+
 def test_more_extra_terms_than_one_message_block() -> None:
     kit, names = new_kit(), [f"term{i:02d}" for i in range(30)]
     with torch.no_grad():

@@ -96,7 +96,8 @@ class OpenWindow:
         """A counted window's denominators, in a message with the terms in the same slots as the window's."""
         message = WindowSums(self._device)
         message.add(Slot.EFFECTIVE, announced["loss"])
-        for name in (*self.sums.term_names, *sorted(announced.keys() - {"loss"})):
+        # Each once: a term may be declared and announced.
+        for name in dict.fromkeys((*self.sums.term_names, *sorted(announced.keys() - {"loss"}))):
             slot = self.sums.term_slot(name)
             assert message.term_slot(name) == slot
             message.add(slot + TermSlot.DEN, announced.get(name, 0))
