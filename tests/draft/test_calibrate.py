@@ -20,28 +20,28 @@ from tokennorm.errors import ConfigError, DataError, MissingDependencyError
 
 @pytest.fixture(scope="module")
 def result() -> CalibrationResult:
-    return calibrate(by_prompt(known_rounds(rounds=12000, proposals=3, scale=2.5, end=0.01, seed=1)), seed=7)
+    return calibrate(by_prompt(known_rounds(rounds=8000, proposals=3, scale=2.5, end=0.01, seed=1)), seed=7)
 
 
 def test_fitted_on_one_half_and_reported_on_the_other(result: CalibrationResult) -> None:
-    outcomes = PrefixOutcomes.of(by_prompt(known_rounds(rounds=12000, proposals=3, scale=2.5, end=0.01, seed=1)))
+    outcomes = PrefixOutcomes.of(by_prompt(known_rounds(rounds=8000, proposals=3, scale=2.5, end=0.01, seed=1)))
     fit, held = outcomes.split(7)
     assert list(result.temperatures) == fit_sts(fit) != fit_sts(held)
     assert result.before == calibration_report(held)
     assert result.after == calibration_report(held, result.temperatures)
-    assert (result.fit_prompts, result.held_prompts) == (300, 300)
-    assert (result.fit_rounds, result.held_rounds) == (6000, 6000)
+    assert (result.fit_prompts, result.held_prompts) == (200, 200)
+    assert (result.fit_rounds, result.held_rounds) == (4000, 4000)
     assert result.fit_observed == tuple(fit.observed.sum(dim=0).tolist())
     assert result.fitted == (True, True, True)
     for before, after in zip(result.before.positions, result.after.positions, strict=True):
         assert before.ece > 0.1
-        assert after.ece < 0.02
+        assert after.ece < 2 * after.ece_floor
 
 
 def test_as_text(result: CalibrationResult) -> None:
     lines = result.table().splitlines()
     assert lines[0].startswith(
-        "Temperatures fitted on 6000 rounds of 300 prompts, reported on 6000 rounds of 300 "
+        "Temperatures fitted on 4000 rounds of 200 prompts, reported on 4000 rounds of 200 "
     )
     table = lines[2:7]
     assert len({len(line) for line in table}) == 1, "columns are aligned"

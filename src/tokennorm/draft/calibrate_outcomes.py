@@ -163,8 +163,7 @@ class PrefixOutcomes:
                 f"temperatures {values} for {self.num_proposals} proposals",
                 fix="give one positive, finite temperature for each proposal.",
             )
-        logits = torch.where(self.observed, self.confidence, 0)
-        probability = (logits / torch.tensor(values, dtype=torch.float64)).sigmoid()
+        probability = (self.confidence / torch.tensor(values, dtype=torch.float64)).sigmoid()
         return torch.where(self.observed, probability, 0)
 
 

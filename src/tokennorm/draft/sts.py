@@ -66,7 +66,8 @@ def fit_sts(
             f"bounds {bounds}, {grid} grid points, {num_bins} bins, noise {noise}",
             fix="give positive bounds around 1, at least 3 points, at least one bin and noise from 0 on.",
         )
-    logits = torch.where(outcomes.observed, outcomes.confidence, 0)
+    # Unobserved places stand behind the observed ones of their round, so they enter no product that is read.
+    logits = outcomes.confidence
     survival = torch.ones(len(logits), dtype=torch.float64)
     temperatures: list[float] = []
     for k in range(outcomes.num_proposals):
