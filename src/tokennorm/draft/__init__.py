@@ -14,6 +14,14 @@ from tokennorm.draft.anchors import (
 from tokennorm.draft.blocks import Blocks, make_blocks
 from tokennorm.draft.cache import CachedDocument, HiddenStateCache, collate_states, describe_size, fill_cache
 from tokennorm.draft.cache_spec import CacheSpec
+from tokennorm.draft.calibrate import CalibrationResult, calibrate
+from tokennorm.draft.calibrate_metrics import (
+    CalibrationMetrics,
+    CalibrationReport,
+    calibration_metrics,
+    calibration_report,
+)
+from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
 from tokennorm.draft.capture import Captured, HiddenStateCapture
 from tokennorm.draft.checks import raise_pending_slot_errors
 from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
@@ -27,6 +35,7 @@ from tokennorm.draft.model import DraftModel
 from tokennorm.draft.objective import DSparkSums, dspark_objective
 from tokennorm.draft.plan import SlotPlan, plan_slots
 from tokennorm.draft.proposals import Proposal, propose
+from tokennorm.draft.sts import fit_sts, read_sts, write_sts
 from tokennorm.draft.target import init_from_target, target_weights
 from tokennorm.draft.validate import Finding, FolderReport, validate_folder
 from tokennorm.draft.vocabulary import DraftVocabulary, reduce_output
@@ -37,6 +46,9 @@ __all__ = [
     "Blocks",
     "CacheSpec",
     "CachedDocument",
+    "CalibrationMetrics",
+    "CalibrationReport",
+    "CalibrationResult",
     "Captured",
     "ContextKV",
     "DSparkForwardOutput",
@@ -49,10 +61,14 @@ __all__ = [
     "FolderReport",
     "HiddenStateCache",
     "HiddenStateCapture",
+    "PrefixOutcomes",
     "Proposal",
     "SlotPlan",
     "WarmStart",
     "anchor_generator",
+    "calibrate",
+    "calibration_metrics",
+    "calibration_report",
     "collate_states",
     "compute_dspark_loss",
     "default_layer_ids",
@@ -61,6 +77,7 @@ __all__ = [
     "dspark_objective",
     "export_drafter",
     "fill_cache",
+    "fit_sts",
     "init_from_target",
     "layer_ids_from_server",
     "layer_ids_to_server",
@@ -69,6 +86,7 @@ __all__ = [
     "plan_slots",
     "propose",
     "raise_pending_slot_errors",
+    "read_sts",
     "reduce_output",
     "sample_anchors",
     "supervised_tokens",
@@ -77,4 +95,5 @@ __all__ = [
     "valid_anchors",
     "validate_folder",
     "warm_start",
+    "write_sts",
 ]
