@@ -27,6 +27,7 @@ def tiny_target(family: str, *, seed: int = 0, layers: int = 4, dtype: torch.dty
             {**grouped, "num_experts": layers, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
         ),
         "phi": ("PhiConfig", heads),
+        "mistral": ("MistralConfig", {**grouped, "sliding_window": 6}),
     }
     name, options = configs[family]
     options = {"vocab_size": VOCAB, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, **options}

@@ -27,6 +27,9 @@ from tokennorm.draft.checks import raise_pending_slot_errors
 from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
 from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.context import ContextKV
+from tokennorm.draft.decode import speculative_decode
+from tokennorm.draft.decode_plain import plain_decode
+from tokennorm.draft.decode_schedule import VerificationSchedule
 from tokennorm.draft.export import WarmStart, export_drafter, load_drafter, warm_start
 from tokennorm.draft.forward import DraftForward
 from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
@@ -35,6 +38,7 @@ from tokennorm.draft.model import DraftModel
 from tokennorm.draft.objective import DSparkSums, dspark_objective
 from tokennorm.draft.plan import SlotPlan, plan_slots
 from tokennorm.draft.proposals import Proposal, propose
+from tokennorm.draft.rounds import Decoded, Round
 from tokennorm.draft.sts import fit_sts, read_sts, write_sts
 from tokennorm.draft.target import init_from_target, target_weights
 from tokennorm.draft.validate import Finding, FolderReport, validate_folder
@@ -53,6 +57,7 @@ __all__ = [
     "ContextKV",
     "DSparkForwardOutput",
     "DSparkSums",
+    "Decoded",
     "DraftConfig",
     "DraftForward",
     "DraftModel",
@@ -63,7 +68,9 @@ __all__ = [
     "HiddenStateCapture",
     "PrefixOutcomes",
     "Proposal",
+    "Round",
     "SlotPlan",
+    "VerificationSchedule",
     "WarmStart",
     "anchor_generator",
     "calibrate",
@@ -83,12 +90,14 @@ __all__ = [
     "layer_ids_to_server",
     "load_drafter",
     "make_blocks",
+    "plain_decode",
     "plan_slots",
     "propose",
     "raise_pending_slot_errors",
     "read_sts",
     "reduce_output",
     "sample_anchors",
+    "speculative_decode",
     "supervised_tokens",
     "target_weights",
     "teacher_positions",

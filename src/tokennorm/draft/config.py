@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from tokennorm.draft.layer_ids import check_layer_ids, default_layer_ids
 from tokennorm.errors import ConfigError
 
-__all__ = ["DraftConfig", "MarkovHeadType"]
+__all__ = ["DraftConfig", "MarkovHeadType", "refuse_changed_logits"]
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
@@ -114,7 +114,7 @@ class DraftConfig:
         """
         config = getattr(target, "config", target)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        _refuse_changed_logits(text)
+        refuse_changed_logits(text)
         fields = {
             "vocab_size": _read(text, options, "vocab_size"),
             "hidden_size": _read(text, options, "hidden_size"),
@@ -182,7 +182,8 @@ def _plain_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _refuse_changed_logits(config: Any) -> None:
+def refuse_changed_logits(config: Any) -> None:
+    """Raise ConfigError for a target whose logits are not just its head's."""
     for name, neutral in _LOGIT_CHANGES.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:

@@ -1,10 +1,10 @@
-"""What one round of drafting and verifying came to."""
+"""What decoding came to: one round of drafting and verifying, and one decoded prompt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Round"]
+__all__ = ["Decoded", "Round"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +25,37 @@ class Round:
     emitted: int
     ended: bool
     confidence: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """The answer to one prompt, and where the time went (wall seconds).
+
+    The first token comes from the prefill and belongs to no round, so ``len(token_ids)`` is 1 plus what the rounds
+    emitted.
+
+    Attributes:
+        token_ids: the new tokens, the stop token included.
+        rounds: one for each verification; empty for plain decoding.
+        seconds: from the end of the prefill to the last token.
+        prefill_seconds: before that: the prompt through the target, its context for the drafter, the first token.
+        target_seconds: part of ``seconds``: the target's forward passes, and choosing or verifying tokens.
+        draft_seconds: part of ``seconds``: drafting, and adding verified positions to the drafter's context.
+    """
+
+    token_ids: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    seconds: float
+    prefill_seconds: float
+    target_seconds: float
+    draft_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        """With the prefill."""
+        return self.prefill_seconds + self.seconds
+
+    @property
+    def other_seconds(self) -> float:
+        """What is neither the target's nor the drafter's."""
+        return max(self.seconds - self.target_seconds - self.draft_seconds, 0.0)
