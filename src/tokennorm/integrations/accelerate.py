@@ -125,7 +125,8 @@ class TokenNormedBackward:
 
         Returns:
             The window's stats, the same on every rank, when this micro-batch completed it (that is, when
-            ``accelerator.sync_gradients``); else None. Reading a value of them waits for the device.
+            ``accelerator.sync_gradients``); else None. Reading a value of them waits for the device, and on an
+            accelerator it is what raises the faults of a window.
 
         Raises:
             KitUsageError: the gradients of the last window are still there; the accumulation steps changed inside
