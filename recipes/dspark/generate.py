@@ -26,7 +26,7 @@ from tokennorm.engine.progress import format_count, format_duration
 from tokennorm.errors import ConfigError, DataError
 from tokennorm.recipes.common.quiet import quiet_transformers
 from tokennorm.recipes.dspark.answers import Answer, open_manifest, parse_answers, read_answers
-from tokennorm.recipes.dspark.prompts import Prompt
+from tokennorm.recipes.dspark.prompt import Prompt
 
 __all__ = ["generate_answers", "stop_token_ids"]
 

@@ -7,18 +7,18 @@ a drafter learns first. A task returns the key of its parameters and the prompt;
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokennorm.recipes.dspark.prompt_functions import python_function
 from tokennorm.recipes.dspark.prompt_words import (
+    ANIMALS,
+    ATTRIBUTES,
+    COLOURS,
     FOODS,
     RECORDS,
     THINGS,
     TOPICS,
-    TOWNS,
-    UNITS,
     Record,
     record_rows,
 )
@@ -30,118 +30,111 @@ Task = Callable[[random.Random], tuple[str, str]]
 
 
 def _multiplication_table(generator: random.Random) -> tuple[str, str]:
-    number, last = generator.randint(2, 99), generator.choice((9, 10, 12, 15))
+    number, last = generator.randint(2, 99), generator.choice((9, 10, 12))
     wordings = (
         f"Write the multiplication table of {number} from {number} x 1 to {number} x {last}, one line each.",
-        f"Write the {number} times table up to {number} x {last}. Use the form {number} x 1 = {number}.",
-        f"List the products {number} x 1, {number} x 2 and so on up to {number} x {last}, with the results.",
-        f"Show the multiplication table for the number {number} (1 to {last}).",
-    )
-    return str(number), generator.choice(wordings)
-
-
-def _addition_table(generator: random.Random) -> tuple[str, str]:
-    number, last = generator.randint(2, 120), generator.choice((9, 10, 12, 15))
-    wordings = (
-        f"Write the addition table of {number} from {number} + 1 to {number} + {last}, one line each.",
-        f"List the sums {number} + 1, {number} + 2 and so on up to {number} + {last}, with the results.",
-        f"Show the addition table for {number}. Use the form {number} + 1 = {number + 1}, up to {last}.",
+        f"Write the multiplication table of {number} from 1 to {last}, one line each.",
+        f"Write a Python program that prints the multiplication table of {number} from 1 to {last}.",
     )
     return str(number), generator.choice(wordings)
 
 
 def _counting(generator: random.Random) -> tuple[str, str]:
-    step, count = generator.choice((1, 1, 2, 3, 4, 5, 10)), generator.randint(14, 24)
-    first = generator.randint(1, 300)
+    step, count = generator.choice((1, 1, 1, 2, 5, 10)), generator.randint(20, 36)
+    first = generator.randint(0, 200)
+    if step > 1:
+        # Even and odd numbers, and whole steps: 40, 45, 50 rather than 43, 48, 53.
+        first -= first % step if step > 2 else 0
     last = first + step * (count - 1)
-    start = ", ".join(str(first + step * index) for index in range(3))
-    steps = "" if step == 1 else f" in steps of {step}"
-    wordings = (
-        f"Count from {first} to {last}{steps}, separated by commas. Begin with {start}",
-        f"Count from {first} to {last}{steps}, one number per line.",
-        f"Continue this list up to {last}: {start}, ...",
-    )
+    shown = ", ".join(str(first + step * index) for index in range(4))
+    kind = {1: "", 2: "odd " if first % 2 else "even "}.get(step)
+    wordings = [f"Count from {first} to {last} like this: {shown}"]
+    if kind is not None:
+        wordings += [
+            f"Write the {kind}numbers from {first} to {last}.",
+            f"List all {kind}numbers from {first} to {last}.",
+        ]
     return f"{first} {step}", generator.choice(wordings)
-
-
-def _unit_table(generator: random.Random) -> tuple[str, str]:
-    one, many, factor = generator.choice(UNITS)
-    first, last = generator.randint(1, 20), generator.choice((9, 10, 12))
-    example = f"{first} x {one} = {first * factor} {many}"
-    wordings = (
-        f"One {one} is {factor} {many}. Write a conversion table from {first} to {first + last}, like: {example}",
-        f"Write how many {many} are in {first} to {first + last} times one {one}, one line each, like: {example}",
-    )
-    return f"{one} {many} {first}", generator.choice(wordings)
 
 
 def _json_object(generator: random.Random) -> tuple[str, str]:
     kind = generator.choice(list(RECORDS))
     (row,) = record_rows(generator, kind, rows=1, fields=4)
-    (other,) = record_rows(generator, generator.choice(list(RECORDS)), rows=1, fields=4)
+    values = ", ".join(map(str, row.values()))
     wordings = (
         f"Write a JSON object for a {kind} with these fields:\n{_lines(row)}",
         f"Turn this into JSON: {_inline(row)}",
-        f"Write this as an indented JSON object with the keys {', '.join(row)}: {_inline(row)}",
-        f'Write a JSON object with two objects, "first" ({_inline(row)}) and "second" ({_inline(other)}).',
+        f"Write a JSON object with the keys {_and(list(row))} for {values}.",
+        f"Write a JSON object named {kind} with the keys {_and(list(row))}. The values are {values}.",
     )
-    text = generator.choice(wordings)
-    return _inline(row), text
+    return _inline(row), generator.choice(wordings)
 
 
-def _json_list(generator: random.Random) -> tuple[str, str]:
-    kind, rows = _table(generator, rows=(2, 4))
+def _json_map(generator: random.Random) -> tuple[str, str]:
+    items = _priced(generator)
+    text = ", ".join(f"{item} {price}" for item, price in items.items())
     wordings = (
-        f"Turn this into a JSON list of objects with the keys {', '.join(rows[0])}:\n{_block(rows)}",
-        f"Write these {len(rows)} records of the kind {kind} as a JSON array:\n{_block(rows)}",
-        f"Convert to JSON:\n{_csv(rows)}",
+        f"Write a JSON object that maps each item to its price: {text}.",
+        f"Write a JSON object named prices: {text}.",
+        f"Turn this price list into JSON: {text}",
     )
-    return _block(rows), generator.choice(wordings)
+    return text, generator.choice(wordings)
 
 
 def _csv_table(generator: random.Random) -> tuple[str, str]:
-    _, rows = _table(generator, rows=(4, 7))
-    header = ",".join(rows[0])
+    kind, rows = _table(generator, rows=(3, 6))
+    columns, listed = _and(list(rows[0])), _listed(rows)
     wordings = (
-        f"Write a CSV table with the header {header} from these rows:\n{_block(rows)}",
-        f"Turn this into CSV. The first line is {header}.\n{_block(rows)}",
-        f"Convert this JSON to CSV with the columns {header}:\n{_json(rows)}",
+        f"Write a CSV table with the columns {columns} for {listed}.",
+        f"Write a CSV file with the columns {columns} for {listed}.",
+        f"Turn this into CSV. The first line is {','.join(rows[0])}.\n{_block(rows)}",
+        f"Write a CSV table of {kind}s with the header {','.join(rows[0])} from these rows:\n{_block(rows)}",
     )
     return _block(rows), generator.choice(wordings)
 
 
 def _markdown_table(generator: random.Random) -> tuple[str, str]:
-    _, rows = _table(generator, rows=(3, 6))
-    header = "| " + " | ".join(rows[0]) + " |"
+    kind, rows = _table(generator, rows=(3, 6))
+    columns, listed = _and([name.capitalize() for name in rows[0]]), _listed(rows)
     wordings = (
-        f"Write a Markdown table with the columns {', '.join(rows[0])} from these rows:\n{_block(rows)}",
-        f"Turn this CSV into a Markdown table that begins with {header}\n{_csv(rows)}",
+        f"Create a Markdown table with the columns {columns} for {listed}.",
+        f"Write a Markdown table with the columns {columns} for {listed}.",
+        f"Write a table of {kind}s with the columns {columns} for {listed}.",
     )
     return _block(rows), generator.choice(wordings)
 
 
 def _html_list(generator: random.Random) -> tuple[str, str]:
-    items = generator.sample(generator.choice((FOODS, THINGS, TOWNS, TOPICS)), generator.randint(5, 9))
-    tag, name = generator.choice((("ul", "unordered"), ("ol", "ordered")))
+    items = ", ".join(_items(generator, 4, 6))
+    tag = generator.choice(("ul", "ol"))
     wordings = (
-        f"Write an HTML {name} list with these items: {', '.join(items)}.",
-        f"Turn this into an HTML <{tag}> list with one <li> per item: {', '.join(items)}",
-        f"Write the HTML code of a <{tag}> list of: {', '.join(items)}",
+        f"Write the HTML code of a <{tag}> list of: {items}",
+        f"Turn this into an HTML <{tag}> list with one <li> per item: {items}",
+    )
+    return items, generator.choice(wordings)
+
+
+def _html_select(generator: random.Random) -> tuple[str, str]:
+    items = _items(generator, 4, 6)
+    wordings = (
+        f"Write the HTML code of a <select> element with the options {_and(items)}.",
+        f"Write an HTML <select> with these <option> elements: {', '.join(items)}",
     )
     return ", ".join(items), generator.choice(wordings)
 
 
 def _html_table(generator: random.Random) -> tuple[str, str]:
-    _, rows = _table(generator, rows=(2, 4))
+    _, rows = _table(generator, rows=(3, 4))
+    columns, listed = _and([name.capitalize() for name in rows[0]]), _listed(rows)
     wordings = (
-        f"Write an HTML table with the columns {', '.join(rows[0])} from these rows:\n{_block(rows)}",
-        f"Turn this CSV into an HTML table with <tr> and <td>:\n{_csv(rows)}",
+        f"Create an HTML table with the columns {columns} for {listed}.",
+        f"Write the HTML code of a <table> with the columns {columns} for {listed}.",
     )
     return _block(rows), generator.choice(wordings)
 
 
 def _xml(generator: random.Random) -> tuple[str, str]:
-    kind, rows = _table(generator, rows=(2, 4))
+    kind, rows = _table(generator, rows=(3, 5))
     wordings = (
         f"Write these records as XML, each in a <{kind}> element:\n{_block(rows)}",
         f"Convert this CSV to XML with one <{kind}> element per row:\n{_csv(rows)}",
@@ -149,35 +142,67 @@ def _xml(generator: random.Random) -> tuple[str, str]:
     return _block(rows), generator.choice(wordings)
 
 
-def _sql(generator: random.Random) -> tuple[str, str]:
-    kind, rows = _table(generator, rows=(3, 6))
-    columns = ", ".join(rows[0])
-    wordings = (
-        f"Write one SQL INSERT statement per row into the table {kind}s ({columns}):\n{_block(rows)}",
-        f"Write SQL INSERT INTO {kind}s ({columns}) statements for this CSV, one per line:\n{_csv(rows)}",
+def _python_dict(generator: random.Random) -> tuple[str, str]:
+    if generator.random() < 0.5:
+        items = _priced(generator)
+        text = ", ".join(f"{item} {price}" for item, price in items.items())
+        return text, f"Write a Python dictionary called prices with these items: {text}."
+    kind = generator.choice(list(RECORDS))
+    (row,) = record_rows(generator, kind, rows=1, fields=4)
+    text = (
+        f"Write a Python dictionary called {kind} with the keys {_and(list(row))}. "
+        f"The values are {_and([str(value) for value in row.values()])}."
     )
-    return _block(rows), generator.choice(wordings)
+    return _inline(row), text
 
 
-def _key_values(generator: random.Random) -> tuple[str, str]:
+def _python_records(generator: random.Random) -> tuple[str, str]:
     kind, rows = _table(generator, rows=(3, 5))
+    listed = ", ".join(" ".join(map(str, row.values())) for row in rows)
     wordings = (
-        f"Write each field of each {kind} on its own line as key: value.\n{_csv(rows)}",
-        f"Write this JSON as YAML:\n{_json(rows)}",
-        f"List every {kind} as bullet points, one field per line, like - {_first(rows[0])}\n{_csv(rows)}",
+        f"Write a Python list called {kind}_list of dictionaries with the keys {_and(list(rows[0]))}: {listed}.",
+        f"Write a Python list called {kind}_list of dictionaries from these rows:\n{_block(rows)}",
     )
     return _block(rows), generator.choice(wordings)
+
+
+def _python_class(generator: random.Random) -> tuple[str, str]:
+    kind = generator.choice((*RECORDS, *THINGS))
+    attributes = generator.sample(ATTRIBUTES, 3)
+    wordings = (
+        f"Write a Python class named {kind.capitalize()} with the attributes {_and(attributes)}.",
+        f"Write a Python class named {kind.capitalize()} with the attributes {_and(attributes)}, and a method to "
+        "print them.",
+    )
+    return f"{kind} {sorted(attributes)}", generator.choice(wordings)
+
+
+def _sql_table(generator: random.Random) -> tuple[str, str]:
+    kind, attributes = generator.choice((*RECORDS, *THINGS)), generator.sample(ATTRIBUTES, 3)
+    wordings = (
+        f"Write a SQL statement that creates a table named {kind}s with the columns id, {_and(attributes)}.",
+        f"Write the SQL code of a table {kind}s (id, {', '.join(attributes)}).",
+    )
+    return f"{kind} {sorted(attributes)}", generator.choice(wordings)
+
+
+def _packing_list(generator: random.Random) -> tuple[str, str]:
+    items = generator.sample(generator.choice((FOODS, THINGS)), generator.randint(6, 10))
+    wordings = (
+        f"Write a packing list with these items: {', '.join(items)}.",
+        f"Write a packing list for these {len(items)} items: {', '.join(items)}",
+    )
+    return ", ".join(items), generator.choice(wordings)
 
 
 def _outline(generator: random.Random) -> tuple[str, str]:
     topic = generator.choice(TOPICS)
     sections = generator.sample(("History", "Basics", "Equipment", "Costs", "Safety", "Tips", "Mistakes"), 3)
     wordings = (
-        f"Write a Markdown outline about {topic} with the headings {', '.join(sections)} and two short bullet "
-        "points under each.",
-        f"Write an outline about {topic}. Use ## for the headings {', '.join(sections)} and - for the points.",
+        f"Write an outline about {topic} with the headings {_and(sections)}.",
+        f"Write a short outline of a talk about {topic} with three numbered points: {_and(sections)}.",
     )
-    return f"{topic}: {', '.join(sorted(sections))}", generator.choice(wordings)
+    return f"{topic}: {sorted(sections)}", generator.choice(wordings)
 
 
 def _table(generator: random.Random, *, rows: tuple[int, int]) -> tuple[str, list[Record]]:
@@ -186,12 +211,28 @@ def _table(generator: random.Random, *, rows: tuple[int, int]) -> tuple[str, lis
     return kind, record_rows(generator, kind, rows=generator.randint(*rows), fields=fields)
 
 
+def _items(generator: random.Random, fewest: int, most: int) -> list[str]:
+    return generator.sample(generator.choice((FOODS, THINGS, ANIMALS, COLOURS)), generator.randint(fewest, most))
+
+
+def _priced(generator: random.Random) -> dict[str, int]:
+    items = generator.sample(generator.choice((FOODS, THINGS)), generator.randint(4, 6))
+    return {item: generator.randint(1, 60) for item in items}
+
+
+def _and(items: Sequence[str]) -> str:
+    return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def _listed(rows: list[Record]) -> str:
+    """``Anna (31, Paris) and Paul (45, Rome)``."""
+    firsts = [str(next(iter(row.values()))) for row in rows]
+    others = [", ".join(map(str, list(row.values())[1:])) for row in rows]
+    return _and([f"{first} ({other})" for first, other in zip(firsts, others, strict=True)])
+
+
 def _inline(row: Record) -> str:
     return ", ".join(f"{key}: {value}" for key, value in row.items())
-
-
-def _first(row: Record) -> str:
-    return _inline(row).split(", ")[0]
 
 
 def _lines(row: Record) -> str:
@@ -206,25 +247,23 @@ def _csv(rows: list[Record]) -> str:
     return "\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)])
 
 
-def _json(rows: list[Record]) -> str:
-    return json.dumps(rows)
-
-
 TASKS: dict[str, Task] = {
     "multiplication_table": _multiplication_table,
-    "addition_table": _addition_table,
     "counting": _counting,
-    "unit_table": _unit_table,
     "json_object": _json_object,
-    "json_list": _json_list,
+    "json_map": _json_map,
     "csv_table": _csv_table,
     "markdown_table": _markdown_table,
     "html_list": _html_list,
+    "html_select": _html_select,
     "html_table": _html_table,
     "xml": _xml,
-    "sql_inserts": _sql,
-    "key_values": _key_values,
     "python_function": python_function,
+    "python_class": _python_class,
+    "python_dict": _python_dict,
+    "python_records": _python_records,
+    "sql_table": _sql_table,
+    "packing_list": _packing_list,
     "outline": _outline,
 }
 """The structured tasks by name, in the order in which prompts are drawn."""

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["ANIMALS", "COLOURS", "FOODS", "RECORDS", "THINGS", "TOPICS", "TOWNS", "UNITS", "Record", "record_rows"]
+__all__ = [
+    "ANIMALS",
+    "ATTRIBUTES",
+    "COLOURS",
+    "FOODS",
+    "RECORDS",
+    "THINGS",
+    "TOPICS",
+    "TOWNS",
+    "Record",
+    "record_rows",
+]
 
 Record = dict[str, str | int]
 
@@ -40,17 +51,7 @@ TOPICS = _words(
     "camping pottery knitting fishing dancing astronomy recycling budgeting saving sleeping studying travelling "
     "volcanoes rivers bees trees oceans bridges trains clocks maps"
 )
-# Unit, smaller unit, how many of them.
-UNITS = (
-    *(("week", "days", 7), ("hour", "minutes", 60), ("minute", "seconds", 60), ("day", "hours", 24)),
-    *(("year", "months", 12), ("foot", "inches", 12), ("yard", "feet", 3), ("metre", "centimetres", 100)),
-    *(("kilometre", "metres", 1000), ("kilogram", "grams", 1000), ("litre", "millilitres", 1000)),
-    *(("dozen", "pieces", 12), ("pound", "ounces", 16), ("gallon", "quarts", 4), ("dollar", "cents", 100)),
-    *(("decade", "years", 10), ("century", "years", 100), ("box", "pencils", 8), ("carton", "bottles", 6)),
-    *(("pack", "cards", 52), ("team", "players", 11), ("spider", "legs", 8), ("tray", "eggs", 30)),
-    *(("shelf", "books", 25), ("bag", "marbles", 15), ("bus", "seats", 48), ("class", "pupils", 22)),
-    *(("row", "chairs", 14), ("crate", "apples", 40), ("page", "lines", 35), ("album", "songs", 9)),
-)
+ATTRIBUTES = _words("name color price size weight year owner length width height material brand label status city")
 
 # A kind of record: its fields, each with its values.
 RECORDS: dict[str, dict[str, tuple[str, ...] | range]] = {

@@ -10,6 +10,7 @@ import pytest
 from tokennorm.data import load_pydoc
 from tokennorm.errors import ConfigError
 from tokennorm.recipes.dspark import prompts as module
+from tokennorm.recipes.dspark.prompt import text_hash
 from tokennorm.recipes.dspark.prompt_templates import TASKS
 from tokennorm.recipes.dspark.prompts import DRAWS, embedded_prompts
 
@@ -25,21 +26,16 @@ def test_ids_and_texts_are_unique() -> None:
 def test_no_parameters_are_in_both_parts() -> None:
     """The keys of every draw again, beside the part that its text is in."""
     part = {prompt.text: prompt.held_out for prompt in EVERYTHING if prompt.group == "structured"}
-    seen = 0
+    texts: set[str] = set()
     for task, draw_from in TASKS.items():
         parts_of_key: dict[str, set[bool]] = {}
         for draw in range(DRAWS):
             key, text = draw_from(random.Random(f"{task} {draw}"))
-            parts_of_key.setdefault(key, set()).add(part.pop(text, part_of(text)))
-            seen += 1
+            parts_of_key.setdefault(key, set()).add(part[text])
+            texts.add(text)
         assert all(len(parts) == 1 for parts in parts_of_key.values())
-    assert seen == DRAWS * len(TASKS)
-    assert not part
-
-
-def part_of(text: str) -> bool:
-    (found,) = {prompt.held_out for prompt in EVERYTHING if prompt.text == text}
-    return found
+        assert {part for parts in parts_of_key.values() for part in parts} == {False, True}
+    assert texts == set(part)
 
 
 def test_a_key_does_not_depend_on_the_wording() -> None:
@@ -91,8 +87,8 @@ def test_the_prompts_are_those_that_results_were_measured_with() -> None:
     structured = embedded_prompts(train=30, held_out=0, groups=["structured"])
     module._all_prompts.cache_clear()
     assert embedded_prompts(train=30, held_out=0, groups=["structured"]) == structured
-    assert structured[0].text == "Write the multiplication table of 50 from 50 x 1 to 50 x 12, one line each."
-    assert structured[0].id == f"structured-multiplication_table-{module.text_hash(structured[0].text)}"
+    assert structured[0].text == "Write the multiplication table of 50 from 50 x 1 to 50 x 10, one line each."
+    assert structured[0].id == f"structured-multiplication_table-{text_hash(structured[0].text)}"
 
 
 def test_what_is_not_there_is_refused() -> None:
