@@ -14,31 +14,20 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-
-import torch
 
 from tokennorm.data.dataset import Progress
 from tokennorm.draft.cache_spec import fingerprint_target, fingerprint_tokenizer
 from tokennorm.engine.progress import format_count, format_duration
 from tokennorm.errors import ConfigError, DataError
-from tokennorm.recipes.common.quiet import quiet_transformers
+from tokennorm.recipes.dspark.answering import Answerer, Work, stop_token_ids
 from tokennorm.recipes.dspark.answers import Answer, open_manifest, parse_answers, read_answers
 from tokennorm.recipes.dspark.prompt import Prompt
 
-__all__ = ["generate_answers", "stop_token_ids"]
+__all__ = ["Answer", "generate_answers", "read_answers", "stop_token_ids"]
 
 SAY_EVERY_SECONDS = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """A prompt as tokens."""
-
-    prompt: Prompt
-    ids: tuple[int, ...]
 
 
 def generate_answers(
@@ -101,7 +90,7 @@ def generate_answers(
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "name": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
     }
-    decoder = _Decoder(
+    answerer = Answerer(
         model, tokenizer, stops, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     with _writing(path):
@@ -110,9 +99,9 @@ def generate_answers(
             open_manifest(path, manifest)
             done = _resume(file, path, batches)
             meter = _Meter(len(prompts), sum(len(batch) for batch in batches[:done]), say, progress)
-            with decoder.prepared():
+            with answerer.prepared():
                 for batch in batches[done:]:
-                    answers = decoder.answer(batch)
+                    answers = answerer.answer(batch)
                     file.write("".join(answer.to_line() for answer in answers).encode())
                     file.flush()
                     meter.add(answers)
@@ -120,116 +109,6 @@ def generate_answers(
     answers = read_answers(path)
     meter.finish(answers)
     return answers
-
-
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return what ends an answer: generation_config's end tokens, the tokenizer's, and the chat template's.
-
-    The template's is the first special token that it puts behind an assistant's message.
-    """
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found: set[Any] = set(configured if isinstance(configured, (list, tuple)) else [configured])
-    found |= {tokenizer.eos_token_id}
-    question, content = {"role": "user", "content": "a"}, "b"
-    before = tokenizer.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
-    chat = [question, {"role": "assistant", "content": content}]
-    after = tokenizer.apply_chat_template(chat, tokenize=False)
-    if after.startswith(before + content):
-        tail = tokenizer(after[len(before) + len(content) :], add_special_tokens=False)["input_ids"]
-        # Not all_special_ids: it holds the tokens with a role (eos, pad) only.
-        special = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
-        found |= set([token for token in tail if token in special][:1])
-    found.discard(None)
-    if not found:
-        raise ConfigError(
-            "neither the model nor its tokenizer nor its chat template names an end token",
-            why="answers would always run to max_new_tokens",
-            fix="set model.generation_config.eos_token_id",
-        )
-    return tuple(sorted(found))
-
-
-class _Decoder:
-    """Runs transformers' ``generate`` on one batch at a time."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        stops: tuple[int, ...],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-    ) -> None:
-        from transformers import GenerationConfig
-
-        self.model, self.tokenizer, self.stops, self.seed = model, tokenizer, stops, seed
-        self.limit = max_new_tokens
-        pad = tokenizer.pad_token_id
-        self.pad = stops[0] if pad is None else pad
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        self.config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(stops),
-            pad_token_id=self.pad,
-            use_cache=True,
-            **(sampling if temperature > 0 else {"do_sample": False}),
-        )
-
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
-        """Switch to evaluation, and to our generation settings: generate() fills gaps from the model's own."""
-        own, training = self.model.generation_config, self.model.training
-        self.model.eval()
-        self.model.generation_config = self.config
-        try:
-            with quiet_transformers(errors_only=True):
-                yield
-        finally:
-            self.model.generation_config = own
-            self.model.train(training)
-
-    def answer(self, batch: Sequence[_Work]) -> list[Answer]:
-        """Answer the prompts of one batch, padded on the left."""
-        width = max(len(work.ids) for work in batch)
-        device = self.model.device
-        ids = torch.full((len(batch), width), self.pad, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, work in enumerate(batch):
-            ids[row, width - len(work.ids) :] = torch.tensor(work.ids)
-            mask[row, width - len(work.ids) :] = 1
-        # The batch's own seed, whatever was generated before it in this process.
-        text = json.dumps([self.seed, *(work.prompt.id for work in batch)])
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        devices = [device] if device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices=devices), torch.no_grad():
-                torch.manual_seed(number)
-                output = self.model.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"{len(batch)} prompts of {width} tokens and {self.limit} new ones each don't fit into memory",
-                fix="halve batch_size, and begin a new file: the batch size decides which prompts go together",
-            ) from error
-        return [self._finish(work, row) for work, row in zip(batch, output[:, width:].tolist(), strict=True)]
-
-    def _finish(self, work: _Work, tokens: list[int]) -> Answer:
-        end = next((index for index, token in enumerate(tokens) if token in self.stops), None)
-        answer = tokens[: self.limit] if end is None else tokens[: end + 1]
-        text = self.tokenizer.decode(answer if end is None else answer[:-1], skip_special_tokens=True)
-        prompt = work.prompt
-        return Answer(
-            id=prompt.id,
-            group=prompt.group,
-            task=prompt.task,
-            held_out=prompt.held_out,
-            messages=(*prompt.messages, {"role": "assistant", "content": text}),
-            prompt_ids=work.ids,
-            answer_ids=tuple(answer),
-            finish="length" if end is None else "stop",
-        )
 
 
 class _Meter:
@@ -287,13 +166,13 @@ def _check_settings(batch_size: int, max_new_tokens: int, temperature: float, to
         )
 
 
-def _encode(prompts: Sequence[Prompt], tokenizer: Any, model: Any, max_new_tokens: int) -> list[_Work]:
+def _encode(prompts: Sequence[Prompt], tokenizer: Any, model: Any, max_new_tokens: int) -> list[Work]:
     if not prompts:
         raise DataError("no prompts", fix="give at least one")
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     longest = getattr(config, "max_position_embeddings", None)
     seen: set[str] = set()
-    encoded: list[_Work] = []
+    encoded: list[Work] = []
     for prompt in prompts:
         if prompt.id in seen:
             raise DataError(f"two prompts have the id {prompt.id!r}", fix="make the ids unique")
@@ -307,7 +186,7 @@ def _encode(prompts: Sequence[Prompt], tokenizer: Any, model: Any, max_new_token
                 f"than the {longest:,} positions of the model",
                 fix="shorten or remove the prompt, or lower max_new_tokens",
             )
-        encoded.append(_Work(prompt=prompt, ids=ids))
+        encoded.append(Work(prompt=prompt, ids=ids))
     return encoded
 
 
@@ -322,7 +201,7 @@ def _prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _batches(encoded: Sequence[_Work], batch_size: int) -> list[list[_Work]]:
+def _batches(encoded: Sequence[Work], batch_size: int) -> list[list[Work]]:
     """Like lengths together; the longest batch first, the others mixed, so that any beginning is a fair sample."""
     ordered = sorted(encoded, key=lambda work: (-len(work.ids), work.prompt.id))
     batches = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
@@ -330,7 +209,7 @@ def _batches(encoded: Sequence[_Work], batch_size: int) -> list[list[_Work]]:
     return [batches[0], *rest]
 
 
-def _resume(file: IO[bytes], path: Path, batches: Sequence[Sequence[_Work]]) -> int:
+def _resume(file: IO[bytes], path: Path, batches: Sequence[Sequence[Work]]) -> int:
     """Cut the file behind its last whole batch; return how many batches that are."""
     data = file.read()
     # Only a line that ends is whole.

@@ -80,6 +80,23 @@ def test_batched_answers_are_those_of_one_prompt_at_a_time(tiny: tuple[Any, Any]
     assert {answer.finish for answer in answers.values()} == {"stop", "length"}
 
 
+def test_padding_that_is_seen_changes_answers(tiny: tuple[Any, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    """The comparison above has teeth: without the mask, prompts beside longer ones get other answers."""
+    model, _ = tiny
+    right = make(tiny, tmp_path / "a.jsonl", batch_size=11)
+    original = model.generate
+
+    def unmasked(*, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return original(input_ids=input_ids, attention_mask=torch.ones_like(attention_mask))
+
+    monkeypatch.setattr(model, "generate", unmasked)
+    assert make(tiny, tmp_path / "b.jsonl", batch_size=11) != right
+    monkeypatch.setattr(model, "generate", original)
+    # With it, the size of the batch does not matter to a float64 model.
+    one = make(tiny, tmp_path / "c.jsonl", batch_size=1)
+    assert sorted(one.splitlines()) == sorted(right.splitlines())
+
+
 def test_settings_of_the_model_do_not_shape_the_answers(tiny: tuple[Any, Any], tmp_path: Path) -> None:
     model, _ = tiny
     plain = make(tiny, tmp_path / "a.jsonl")

@@ -4,38 +4,55 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
-from tokennorm.data import load_pydoc
+from tokennorm.data import PydocSet, load_pydoc
 from tokennorm.errors import ConfigError
 from tokennorm.recipes.dspark import prompts as module
-from tokennorm.recipes.dspark.prompt import text_hash
+from tokennorm.recipes.dspark.prompt import Prompt, hash_percent, text_hash
 from tokennorm.recipes.dspark.prompt_templates import TASKS
 from tokennorm.recipes.dspark.prompts import DRAWS, embedded_prompts
 
-EVERYTHING = embedded_prompts()
+
+@pytest.fixture(scope="module")
+def pydoc() -> PydocSet:
+    return load_pydoc()
 
 
-def test_ids_and_texts_are_unique() -> None:
-    assert len({prompt.id for prompt in EVERYTHING}) == len(EVERYTHING)
-    assert len({prompt.text for prompt in EVERYTHING}) == len(EVERYTHING)
-    assert all(prompt.text == prompt.text.strip() for prompt in EVERYTHING)
+@pytest.fixture(scope="module", autouse=True)
+def everything(pydoc: PydocSet) -> Iterator[list[Prompt]]:
+    """All prompts; the library is parsed once for all tests."""
+    module._all_prompts.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_pydoc", lambda: pydoc)
+        yield embedded_prompts()
+    module._all_prompts.cache_clear()
 
 
-def test_no_parameters_are_in_both_parts() -> None:
+def test_ids_and_texts_are_unique(everything: list[Prompt]) -> None:
+    assert len({prompt.id for prompt in everything}) == len(everything)
+    assert len({prompt.text for prompt in everything}) == len(everything)
+    assert all(prompt.text == prompt.text.strip() for prompt in everything)
+
+
+def test_no_parameters_are_in_both_parts(everything: list[Prompt]) -> None:
     """The keys of every draw again, beside the part that its text is in."""
-    part = {prompt.text: prompt.held_out for prompt in EVERYTHING if prompt.group == "structured"}
-    texts: set[str] = set()
-    for task, draw_from in TASKS.items():
-        parts_of_key: dict[str, set[bool]] = {}
-        for draw in range(DRAWS):
-            key, text = draw_from(random.Random(f"{task} {draw}"))
-            parts_of_key.setdefault(key, set()).add(part[text])
-            texts.add(text)
-        assert all(len(parts) == 1 for parts in parts_of_key.values())
-        assert {part for parts in parts_of_key.values() for part in parts} == {False, True}
-    assert texts == set(part)
+    part = {prompt.text: prompt.held_out for prompt in everything if prompt.group == "structured"}
+    draws = [(task, *TASKS[task](random.Random(f"{task} {draw}"))) for task in TASKS for draw in range(DRAWS)]
+    assert {text for _, _, text in draws} == set(part)
+    assert crossings(draws, part) == 0
+    # Split by text instead of by parameters, the usual mistake, they would cross.
+    by_text = {text: hash_percent(text) < module.HELD_OUT_PERCENT for text in part}
+    assert crossings(draws, by_text) > 50
+
+
+def crossings(draws: list[tuple[str, str, str]], part: dict[str, bool]) -> int:
+    parts: dict[tuple[str, str], set[bool]] = {}
+    for task, key, text in draws:
+        parts.setdefault((task, key), set()).add(part[text])
+    return sum(len(found) > 1 for found in parts.values())
 
 
 def test_a_key_does_not_depend_on_the_wording() -> None:
@@ -48,15 +65,14 @@ def test_a_key_does_not_depend_on_the_wording() -> None:
     assert len(texts) > 80
 
 
-def test_free_form_prompts_keep_pydocs_parts() -> None:
-    pydoc = load_pydoc()
-    free = [prompt for prompt in EVERYTHING if prompt.group == "free_form"]
+def test_free_form_prompts_keep_pydocs_parts(everything: list[Prompt], pydoc: PydocSet) -> None:
+    free = [prompt for prompt in everything if prompt.group == "free_form"]
     assert {p.text for p in free if p.held_out} == {pair.question for pair in pydoc.held_out}
     assert {p.text for p in free if not p.held_out} == {pair.question for pair in pydoc.train}
 
 
-def test_there_are_enough_and_each_task_is_in_both_parts() -> None:
-    structured = Counter((prompt.task, prompt.held_out) for prompt in EVERYTHING if prompt.group == "structured")
+def test_there_are_enough_and_each_task_is_in_both_parts(everything: list[Prompt]) -> None:
+    structured = Counter((prompt.task, prompt.held_out) for prompt in everything if prompt.group == "structured")
     assert len(TASKS) >= 8
     assert sum(number for (_, held_out), number in structured.items() if not held_out) >= 1500
     assert sum(number for (_, held_out), number in structured.items() if held_out) >= 200
