@@ -109,5 +109,6 @@ def _callback_of(module: LightningModule) -> TokenNormalisation:
         "the Trainer has no TokenNormalisation callback",
         why="nothing would rescale the gradients before the optimizer step.",
         fix="if your module overrides configure_callbacks, let it call super().configure_callbacks(). "
-        "(Lightning's learning-rate finder takes callbacks away: run it on a module without token_loss.)",
+        "(Lightning's learning-rate and batch-size finders take callbacks away: run them on a module without "
+        "token_loss.)",
     )
