@@ -28,8 +28,12 @@ from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
 from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.context import ContextKV
 from tokennorm.draft.decode import speculative_decode
+from tokennorm.draft.decode_compare import Difference, OutputComparison, compare_outputs, explain_difference
+from tokennorm.draft.decode_group import DecodeGroup
 from tokennorm.draft.decode_plain import plain_decode
+from tokennorm.draft.decode_report import DecodeReport
 from tokennorm.draft.decode_schedule import VerificationSchedule
+from tokennorm.draft.decode_tables import ReportComparison, compare_reports
 from tokennorm.draft.export import WarmStart, export_drafter, load_drafter, warm_start
 from tokennorm.draft.forward import DraftForward
 from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
@@ -57,7 +61,10 @@ __all__ = [
     "ContextKV",
     "DSparkForwardOutput",
     "DSparkSums",
+    "DecodeGroup",
+    "DecodeReport",
     "Decoded",
+    "Difference",
     "DraftConfig",
     "DraftForward",
     "DraftModel",
@@ -66,8 +73,10 @@ __all__ = [
     "FolderReport",
     "HiddenStateCache",
     "HiddenStateCapture",
+    "OutputComparison",
     "PrefixOutcomes",
     "Proposal",
+    "ReportComparison",
     "Round",
     "SlotPlan",
     "VerificationSchedule",
@@ -77,11 +86,14 @@ __all__ = [
     "calibration_metrics",
     "calibration_report",
     "collate_states",
+    "compare_outputs",
+    "compare_reports",
     "compute_dspark_loss",
     "default_layer_ids",
     "describe_size",
     "document_ids",
     "dspark_objective",
+    "explain_difference",
     "export_drafter",
     "fill_cache",
     "fit_sts",
