@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from tokennorm.audit.observe import Observer, as_logged, changed_keys, torch_optimizers
 from tokennorm.errors import AuditError
@@ -83,10 +84,14 @@ def spelled_out(parameters) -> None:
     torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
 
 
+def imported_by_name(parameters) -> None:
+    clip_grads_with_norm_(parameters, 0.5, torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+
+
 @pytest.mark.parametrize(
     "clip",
-    [lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5), spelled_out],
-    ids=["clip_grad_norm_", "clip_grads_with_norm_"],
+    [lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5), spelled_out, imported_by_name],
+    ids=["clip_grad_norm_", "clip_grads_with_norm_", "imported by name"],
 )
 def test_gradients_before_clipping(clip):
     model = nn.Linear(2, 1)
@@ -104,6 +109,7 @@ def test_gradients_before_clipping(clip):
     assert record.steps[0]["weight"].tolist()[0] == pytest.approx([1 / 3, 1 / 3], rel=1e-5)
     # The note-taker is gone again.
     assert nn.utils.clip_grad._clip_grads_with_norm_.__module__ == "torch.nn.utils.clip_grad"
+    assert clip_grads_with_norm_.__module__ == "torch.nn.utils.clip_grad"
 
 
 def test_what_a_step_logged():

@@ -42,6 +42,7 @@ def audit_loop(
     timeout_s: float = 30.0,
     start_method: Literal["auto", "spawn", "fork"] = "auto",
     seed: int = 0,
+    say: Callable[[str], None] | None = None,
 ) -> AuditReport:
     """Learn whether a loop's gradient is that of the token-normalised objective, by how much it is off, and why.
 
@@ -75,6 +76,7 @@ def audit_loop(
         start_method: how the audit's process comes to be: ``spawn`` a new one, which imports the person's module;
             ``fork`` this one, which also knows functions without an importable name; ``auto``: spawn if it can.
         seed: of model and samples.
+        say: is told what the audit is about to do, a line at a time.
 
     Returns:
         A report; also where the loop raises, hangs or dies.
@@ -108,7 +110,7 @@ def audit_loop(
         pool = samples
         if pool is None:
             pool = make_samples(vocabulary_size or description.vocabulary_size or 0, seed=seed)
-        run = Run(workers, description, chosen, pool)
+        run = Run(workers, description, chosen, pool, say or _nothing)
         run.observe()
         run.compare()
         within = tolerance if tolerance is not None else run.default_tolerance()
@@ -146,6 +148,10 @@ def assert_token_normalised(build: Callable[..., Any], step: Callable[..., Any],
     if not report.exact:
         raise AuditError(f"the loop is not token-normalised\n{report}")
     return report
+
+
+def _nothing(_line: str) -> None:
+    """Say nothing."""
 
 
 def _describe(workers: Workers, layout: Layout) -> Description:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from tokennorm.errors import AuditError
 __all__ = ["ClipRecord", "Observer", "WindowRecord", "as_logged", "torch_optimizers"]
 
 Gradients = dict[str, Tensor | None]
+
+_CLIP = "clip_grads_with_norm_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,8 @@ class Observer:
         """Put a note-taker around the two functions that every spelling of torch's clipping ends in."""
         norm, clip = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
         public = torch.nn.utils.clip_grads_with_norm_
+        # Also where it was imported by its name.
+        holders = [module for module in list(sys.modules.values()) if _holds(module, public)]
         norm_type = 2.0
 
         def noting_norm(tensors: Any, kind: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
@@ -141,13 +146,20 @@ class Observer:
 
         clip_grad._get_total_norm = noting_norm
         clip_grad._clip_grads_with_norm_ = noting_clip
-        torch.nn.utils.clip_grads_with_norm_ = noting_clip
+        for module in holders:
+            vars(module)[_CLIP] = noting_clip
         try:
             yield
         finally:
             clip_grad._get_total_norm = norm
             clip_grad._clip_grads_with_norm_ = clip
-            torch.nn.utils.clip_grads_with_norm_ = public
+            for module in holders:
+                vars(module)[_CLIP] = public
+
+
+def _holds(module: Any, function: Any) -> bool:
+    """Whether a module has the function under its own name; asking lazy modules would load them."""
+    return getattr(module, "__dict__", {}).get(_CLIP) is function
 
 
 def as_logged(returned: Any) -> dict[str, float]:

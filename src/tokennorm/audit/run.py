@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -48,9 +48,15 @@ class Run:
     """The state of one audit: what was observed, and what it was compared with."""
 
     def __init__(
-        self, workers: Workers, description: Description, layouts: Sequence[Layout], samples: Sequence[Any]
+        self,
+        workers: Workers,
+        description: Description,
+        layouts: Sequence[Layout],
+        samples: Sequence[Any],
+        say: Callable[[str], None],
     ) -> None:
         self.workers, self.description, self.layouts, self.samples = workers, description, layouts, samples
+        self.say = say
         self.records: dict[int, list[list[WindowRecord]]] = {}
         self.failures: dict[int, Outcome] = {}
         self.states: list[dict[str, Tensor]] = []
@@ -63,6 +69,7 @@ class Run:
         """Run the loop under every layout, one group of ranks per number of ranks."""
         for world_size in sorted({layout.ranks for layout in self.layouts}):
             places = [place for place, layout in enumerate(self.layouts) if layout.ranks == world_size]
+            self.say(f"running {_count(places, 'layout')} on {_count(range(world_size), 'rank')}")
             jobs = [Observe(layout=self.layouts[place], samples=self.samples) for place in places]
             for place, outcome in zip(places, self.workers.run(world_size, jobs), strict=True):
                 if outcome.values is None:
@@ -94,6 +101,7 @@ class Run:
         job = ReferenceJob(
             layouts=self.layouts, samples=self.samples, states=self.states, windows=finite, shapes=shapes
         )
+        self.say(f"computing the reference of {_count(finite, 'window')} in float64")
         reference = self.in_one_process(job, "the reference can't be computed")
         for key, state in finite.items():
             records = [rank[key[1]] for rank in self.records[key[0]]]
@@ -154,6 +162,7 @@ class Run:
             generator = torch.Generator().manual_seed(0)
             coordinates = torch.randperm(parameters, generator=generator)[:_COORDINATES]
         found = named(["unknown"])
+        self.say("not exact: looking for the mistake")
         for definitions, simple in _STAGES:
             job = DefinitionsJob(
                 layouts=self.layouts,
@@ -187,6 +196,10 @@ def is_exact(result: WindowResult, evidence: Evidence, tolerance: float) -> bool
         and result.error <= tolerance
         and result.error_after_clipping <= tolerance
     )
+
+
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
 def _has_empty_micro_batch(evidence: Evidence) -> bool:
