@@ -41,7 +41,7 @@ from tokennorm.draft import (
     plan_slots,
     teacher_positions,
 )
-from tokennorm.draft.fused_chunks import slots_per_chunk
+from tokennorm.draft.fused_chunks import Teacher, slots_per_chunk
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "dspark_objective.md"
@@ -143,7 +143,7 @@ def bare_products(inputs: Inputs) -> None:
     plan, head, markov = inputs.plan(), inputs.head, inputs.markov.detach()
     hidden, latents = inputs.hidden.detach().flatten(0, 2), inputs.latents.detach().flatten(0, 2)
     teacher = inputs.teacher_hidden.flatten(0, 1)
-    size = slots_per_chunk(plan, True, head.device)
+    size = slots_per_chunk(plan, Teacher(teacher, head), head.device)
     logits, rows = torch.empty(size, head.shape[0]), torch.empty(size, head.shape[0])
     grad_markov = torch.empty_like(markov)
     grad_hidden, grad_latents = torch.empty_like(hidden), torch.empty_like(latents)

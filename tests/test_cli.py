@@ -20,8 +20,9 @@ import pytest
 import tokennorm
 from recipes.sft.tests.tiny import build_folder
 from tokennorm import cli
+from tokennorm.cli.main import COMMANDS
 from tokennorm.errors import DataError
-from tokennorm.recipes import sft
+from tokennorm.recipes import dspark, sft
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,13 @@ def test_bare_and_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{tokennorm.__version__}\n"
 
 
+@pytest.mark.parametrize("command", ["train", "draft", "fetch"])
+def test_a_command_alone_says_how_it_is_used(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command]) == 2
+    assert capsys.readouterr().out.startswith(f"usage: tokennorm {command} ")
+    assert cli.main([command, "--help"]) == 0
+
+
 def leaves(config: type, prefix: str = "") -> list[tuple[str, str]]:
     """Every option of a configuration and the text under its field."""
     tree = ast.parse(inspect.getsource(config)).body[0]
@@ -71,27 +79,41 @@ def leaves(config: type, prefix: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "config", "shown"),
+    [
+        (("train", "sft"), sft.SftConfig, "(default:256)"),
+        (("draft", "evaluate"), dspark.DSparkConfig, "(default:8192)"),
+    ],
+)
+def test_help_explains_every_option(
+    command: tuple[str, ...],
+    config: type,
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "sft", "--config", "demo", "--help"])
+        cli.main([*command, "--config", "demo", "--help"])
     assert ended.value.code == 0
     text = re.sub(r"[\s│]+", "", capsys.readouterr().out)
-    options = leaves(sft.SftConfig)
+    options = leaves(config)
     assert len(options) > 30
     for option, explanation in options:
         assert option in text
         assert len(explanation) > 15, f"{option} has no text under its field"
         assert re.sub(r"\s+", "", explanation.replace("`", "")) in text, option
     assert "--config{default,demo}" in text
-    assert "(default:256)" in text, "the values of the chosen configuration are shown"
+    assert shown in text, "the values of the chosen configuration are shown"
 
 
 @pytest.mark.parametrize(
     ("argv", "message", "fix"),
     [
-        (["bogus"], "there is no command 'bogus'", "train, fetch"),
-        (["train", "nope"], "there is no recipe 'nope'", "sft"),
+        (["bogus"], "there is no command 'bogus'", ", ".join(COMMANDS)),
+        (["train", "nope"], "there is no recipe 'nope'", "sft, dspark"),
+        (["draft", "nope"], "there is no stage 'nope'", "generate, cache, evaluate, export, run"),
         (["train", "sft", "--config", "nope"], "--config is 'nope'", "default, demo"),
         (["train", "sft", "--config"], "--config is ''", "default, demo"),
         (["fetch", "nope"], "no embedded model 'nope'", "smollm2-135m"),

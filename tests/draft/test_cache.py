@@ -14,7 +14,7 @@ import torch
 
 import tokennorm.draft.cache as cache_module
 from tests.draft.targets import VOCAB, tiny_target
-from tokennorm.draft.cache import HiddenStateCache, collate_states, describe_size, fill_cache
+from tokennorm.draft.cache import HiddenStateCache, collate_log_totals, collate_states, describe_size, fill_cache
 from tokennorm.draft.cache_files import plan_shards
 from tokennorm.draft.cache_spec import CacheSpec, fingerprint_target, fingerprint_tokenizer
 from tokennorm.draft.capture import HiddenStateCapture
@@ -64,6 +64,33 @@ def test_what_comes_back_is_what_the_target_computes(layer_ids: tuple[int, ...],
         on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         headers = 1000 * len(list(folder.glob("*.safetensors")))
         assert spec.bytes_for(sum(LENGTHS)) <= on_disk <= spec.bytes_for(sum(LENGTHS)) + headers
+
+
+@pytest.mark.parametrize("layer_ids", [(-1, 2), (3, 0)], ids=["own teacher states", "teacher is a layer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_the_logits_belong_to_the_states_on_disk(
+    layer_ids: tuple[int, ...], dtype: str, tmp_path: Path
+) -> None:
+    model = target()
+    spec = spec_of(model, layer_ids=layer_ids, dtype=dtype, log_totals=True)
+    fill_cache(model, documents(), tmp_path, spec)
+    cache = HiddenStateCache(tmp_path, spec)
+    head = model.get_output_embeddings().weight.detach()
+    for cached in cache:
+        assert cached.log_total is not None
+        teaches = torch.zeros_like(cached.supervised)
+        teaches[:-1] = cached.supervised[1:]
+        expected = (cached.last_hidden.float() @ head.t()).logsumexp(-1)
+        torch.testing.assert_close(cached.log_total[teaches], expected[teaches], rtol=1e-5, atol=1e-5)
+        assert cached.log_total[~teaches].isnan().all()
+    totals = collate_log_totals([[cache[0], cache[1]], [cache[2]]], row_length=2 * max(LENGTHS))
+    assert totals is not None
+    assert totals.shape == (2, 2 * max(LENGTHS))
+    second = totals[0, LENGTHS[0] : LENGTHS[0] + LENGTHS[1]]
+    torch.testing.assert_close(second, cache[1].log_total, rtol=0, atol=0, equal_nan=True)
+    assert totals[0, LENGTHS[0] + LENGTHS[1] :].isnan().all()
+    with pytest.raises(DataError, match="sums of the logits"):
+        HiddenStateCache(tmp_path, spec_of(model, layer_ids=layer_ids, dtype=dtype))
 
 
 def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
@@ -118,7 +145,9 @@ def test_a_cache_of_something_else_is_refused(tmp_path: Path) -> None:
         # The same layers in another order are other features.
         "another set of layers": spec_of(model, layer_ids=(2, -1)),
         "another precision of the cache": spec_of(model, dtype="bfloat16"),
-        "another documents": CacheSpec.of(model, None, (-1, 2), documents(1), dtype="float32", shard_tokens=16),
+        "another set of documents": CacheSpec.of(
+            model, None, (-1, 2), documents(1), dtype="float32", shard_tokens=16
+        ),
     }
     for message, other in others.items():
         with pytest.raises(DataError, match=message):

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.draft.case import GAMMA, LEAVES, LOSS_OPTIONS, Case, make_case
 from tests.draft.reference import ALPHAS, relative_error
 from tokennorm.draft import DSparkSums, compute_dspark_loss, dspark_objective, slot_math
-from tokennorm.errors import LossUsageError
+from tokennorm.errors import LossUsageError, NonFiniteSlotError
 
 EXACT = 1e-12
 CASES = pytest.mark.parametrize(("first", "reduced"), [(0, False), (1, False), (0, True), (1, True)])
@@ -72,6 +72,44 @@ def test_float64_is_compute_dspark_loss_on_the_full_logits(first: int, reduced: 
     positions = range(1, case.eval_mask.shape[2] - first + 1)
     per_position = torch.stack([torch.as_tensor(sums.metrics[f"accept_rate_{k}"].num) for k in positions])
     assert relative_error(per_position, terms["accept_rate_per_pos_num"]) < EXACT
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_known_sum_of_the_teachers_logits_changes_nothing(first: int, chunk_size: int | None) -> None:
+    case = make_case(first=first, reduced=True, seed=4)
+    assert case.teacher_head is not None
+    total = (case.teacher_hidden @ case.teacher_head.t()).logsumexp(-1)
+    # Only rows that teach a supervised slot are read.
+    unread = torch.ones_like(total, dtype=torch.bool).flatten()
+    unread[case.plan().teacher_rows] = False
+    assert unread.any()
+    total.view(-1)[unread] = torch.nan
+    mine, theirs = case.leaves(), case.leaves()
+    with_total = case.fused(mine, teacher_log_total=total, chunk_size=chunk_size)
+    without = case.fused(theirs, chunk_size=chunk_size)
+    assert relative_error(with_total.loss_sum, without.loss_sum) < EXACT
+    assert with_total.accept_rate is not None
+    torch.testing.assert_close(with_total.accept_rate, without.accept_rate, rtol=1e-12, atol=1e-14)
+    assert worst(gradients(with_total.loss_sum, mine), gradients(without.loss_sum, theirs)) < EXACT
+    # The sum of another head is not the same: the teacher's missing mass would be wrong.
+    wrong = case.fused(case.leaves(), teacher_log_total=total + 0.1, chunk_size=chunk_size)
+    assert relative_error(wrong.loss_sum, without.loss_sum) > 1e-3
+
+
+def test_a_missing_sum_is_found_and_a_useless_one_refused() -> None:
+    case = make_case(reduced=True)
+    assert case.teacher_head is not None
+    total = (case.teacher_hidden @ case.teacher_head.t()).logsumexp(-1)
+    broken = total.clone()
+    broken.view(-1)[case.plan().teacher_rows[0]] = torch.nan
+    with pytest.raises(NonFiniteSlotError, match="the distance to the teacher"):
+        case.fused(case.leaves(), teacher_log_total=broken)
+    with pytest.raises(LossUsageError, match=r"teacher_log_total is .*one number for each position"):
+        case.fused(case.leaves(), teacher_log_total=total[:, :-1])
+    whole = make_case()
+    with pytest.raises(LossUsageError, match="teacher_log_total came with the whole vocabulary"):
+        whole.fused(whole.leaves(), teacher_log_total=total)
 
 
 @CASES

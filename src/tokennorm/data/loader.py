@@ -118,8 +118,16 @@ class WindowLoader:
 
     def window_samples(self, position: Position) -> list[list[int]]:
         """Indices of the samples in each micro-batch of a window, of all ranks (for reports and proofs)."""
+        return [[i for row in rows for i in row] for rows in self.window_rows(position)]
+
+    def window_rows(self, position: Position) -> list[list[tuple[int, ...]]]:
+        """The same row by row: for each micro-batch its rows, for each row its samples in order."""
         window = self._plan(position.epoch)[position.window]
-        return [[i for row in micro_batch for i in self._rows[row]] for micro_batch in window]
+        return [[self._rows[row] for row in micro_batch] for micro_batch in window]
+
+    def window_number(self, position: Position) -> int:
+        """How many windows of the run come before this one."""
+        return self.total_windows(position.epoch) + position.window
 
     def _plan(self, epoch: int) -> list[Window]:
         if self._planned_epoch != epoch:

@@ -12,7 +12,14 @@ from tokennorm.draft.anchors import (
     valid_anchors,
 )
 from tokennorm.draft.blocks import Blocks, make_blocks
-from tokennorm.draft.cache import CachedDocument, HiddenStateCache, collate_states, describe_size, fill_cache
+from tokennorm.draft.cache import (
+    CachedDocument,
+    HiddenStateCache,
+    collate_log_totals,
+    collate_states,
+    describe_size,
+    fill_cache,
+)
 from tokennorm.draft.cache_spec import CacheSpec
 from tokennorm.draft.calibrate import CalibrationResult, calibrate
 from tokennorm.draft.calibrate_metrics import (
@@ -47,6 +54,7 @@ from tokennorm.draft.sts import fit_sts, read_sts, write_sts
 from tokennorm.draft.target import init_from_target, target_weights
 from tokennorm.draft.validate import Finding, FolderReport, validate_folder
 from tokennorm.draft.vocabulary import DraftVocabulary, reduce_output
+from tokennorm.draft.vocabulary_choice import frequent_tokens
 
 __all__ = [
     "AnchorRule",
@@ -85,6 +93,7 @@ __all__ = [
     "calibrate",
     "calibration_metrics",
     "calibration_report",
+    "collate_log_totals",
     "collate_states",
     "compare_outputs",
     "compare_reports",
@@ -97,6 +106,7 @@ __all__ = [
     "export_drafter",
     "fill_cache",
     "fit_sts",
+    "frequent_tokens",
     "init_from_target",
     "layer_ids_from_server",
     "layer_ids_to_server",

@@ -18,11 +18,19 @@ from torch import Tensor, nn
 
 from tokennorm.draft.cache_files import MANIFEST, plan_shards, read_manifest, shard_name, write_manifest
 from tokennorm.draft.cache_spec import CacheSpec, Document
+from tokennorm.draft.cache_totals import log_totals
 from tokennorm.draft.capture import HiddenStateCapture
 from tokennorm.draft.files import readable_size, safetensors_module, save_tensors
 from tokennorm.errors import ConfigError, DataError
 
-__all__ = ["CachedDocument", "HiddenStateCache", "collate_states", "describe_size", "fill_cache"]
+__all__ = [
+    "CachedDocument",
+    "HiddenStateCache",
+    "collate_log_totals",
+    "collate_states",
+    "describe_size",
+    "fill_cache",
+]
 
 Say = Callable[[str], None]
 
@@ -36,12 +44,15 @@ class CachedDocument:
         supervised: ``[L]`` bool.
         features: ``[L, len(layer_ids) * D]``.
         last_hidden: ``[L, D]``, after the target's final norm.
+        log_total: ``[L]`` float32, the log-sum-exp of the target's logits made of ``last_hidden``; NaN where a
+            position teaches nothing. None where the cache has none.
     """
 
     input_ids: Tensor
     supervised: Tensor
     features: Tensor
     last_hidden: Tensor
+    log_total: Tensor | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -151,15 +162,13 @@ class HiddenStateCache(Sequence[CachedDocument]):
         start, stop = (int(end) for end in file.get_slice("offsets")[place : place + 2])
         features = file.get_slice("features")[start:stop]
         spec = self.spec
-        if spec.stores_last:
-            last = file.get_slice("last_hidden")[start:stop]
-        else:
-            last = features.split(spec.hidden_size, dim=1)[spec.layer_ids.index(spec.num_layers - 1)]
+        last = file.get_slice("last_hidden")[start:stop] if spec.stores_last else _last_of(features, spec)
         return CachedDocument(
             input_ids=file.get_slice("input_ids")[start:stop],
             supervised=file.get_slice("supervised")[start:stop],
             features=features,
             last_hidden=last,
+            log_total=file.get_slice("log_total")[start:stop] if spec.log_totals else None,
         )
 
     def _open(self, number: int) -> Any:
@@ -178,6 +187,20 @@ class HiddenStateCache(Sequence[CachedDocument]):
         return self.__dict__ | {"_files": {}}
 
 
+def collate_log_totals(rows: Sequence[Sequence[CachedDocument]], row_length: int | None = None) -> Tensor | None:
+    """``teacher_log_total`` ``[B, S]`` of rows of documents, NaN behind the last one; None without them."""
+    width = row_length or max(sum(len(document) for document in row) for row in rows)
+    padded = []
+    for row in rows:
+        totals = [document.log_total for document in row]
+        kept = [total for total in totals if total is not None]
+        if len(kept) < len(totals):
+            return None
+        joined = torch.cat(kept)
+        padded.append(torch.nn.functional.pad(joined, (0, width - joined.shape[0]), value=torch.nan))
+    return torch.stack(padded)
+
+
 def collate_states(
     rows: Sequence[Sequence[CachedDocument]], row_length: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -194,6 +217,10 @@ def collate_states(
         return torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[0])) for part in joined])
 
     return stack("features"), stack("last_hidden")
+
+
+def _last_of(features: Tensor, spec: CacheSpec) -> Tensor:
+    return features.split(spec.hidden_size, dim=1)[spec.layer_ids.index(spec.num_layers - 1)]
 
 
 def _say(say: Say | None, line: str) -> None:
@@ -228,7 +255,17 @@ def _capture_shard(
     }
     if spec.stores_last:
         tensors["last_hidden"] = torch.cat([last[i] for i in order])
+    if spec.log_totals:
+        states = tensors["last_hidden"] if spec.stores_last else _last_of(tensors["features"], spec)
+        tensors["log_total"] = log_totals(capture.target, states, _teaches(tensors))
     return tensors
+
+
+def _teaches(tensors: dict[str, Tensor]) -> Tensor:
+    """``[T]`` bool: the next token of the same document is supervised."""
+    teaches = tensors["supervised"].roll(-1)
+    teaches[tensors["offsets"][1:] - 1] = False
+    return teaches
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from tokennorm.draft.layer_ids import check_layer_ids
 from tokennorm.errors import ConfigError, DataError
 
-__all__ = ["CacheDtype", "CacheSpec", "Document", "fingerprint_target", "fingerprint_tokenizer"]
+__all__ = [
+    "CacheDtype",
+    "CacheSpec",
+    "Document",
+    "fingerprint_target",
+    "fingerprint_tokenizer",
+    "fingerprint_weights",
+]
 
 CacheDtype = Literal["bfloat16", "float32"]
 
@@ -32,9 +39,10 @@ _WHAT = {
     "num_layers": "number of target layers",
     "hidden_size": "width of the target",
     "dtype": "precision of the cache",
-    "documents": "documents",
+    "documents": "set of documents",
     "num_documents": "number of documents",
     "shard_tokens": "size of the shards",
+    "log_totals": "choice about the sums of the logits",
 }
 
 
@@ -67,6 +75,7 @@ class CacheSpec:
         documents: fingerprint of all token ids and masks.
         num_documents: how many.
         shard_tokens: about how many tokens a file holds.
+        log_totals: whether the log-sum-exp of the target's logits is kept too.
     """
 
     target: str
@@ -79,6 +88,7 @@ class CacheSpec:
     documents: str
     num_documents: int
     shard_tokens: int = 16384
+    log_totals: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
@@ -98,6 +108,7 @@ class CacheSpec:
         *,
         dtype: CacheDtype = "bfloat16",
         shard_tokens: int = 16384,
+        log_totals: bool = False,
     ) -> CacheSpec:
         """The cache of these documents' hidden states in this target.
 
@@ -108,6 +119,8 @@ class CacheSpec:
             documents: all of them, in order.
             dtype: precision on disk; bfloat16 is half as large.
             shard_tokens: about how many tokens a file holds.
+            log_totals: keep the log-sum-exp of the target's logits where they teach; it makes training a drafter
+                with a reduced vocabulary cheaper.
         """
         config: Any = target.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -122,6 +135,7 @@ class CacheSpec:
             documents=_fingerprint_documents(documents),
             num_documents=len(documents),
             shard_tokens=shard_tokens,
+            log_totals=log_totals,
         )
 
     @property
@@ -137,7 +151,8 @@ class CacheSpec:
     def bytes_for(self, num_tokens: int) -> int:
         """Size on disk of that many tokens, without the files' headers (a few hundred bytes each)."""
         states = (len(self.layer_ids) + self.stores_last) * self.hidden_size * self.torch_dtype.itemsize
-        return num_tokens * (states + torch.int64.itemsize + torch.bool.itemsize)
+        totals = torch.float32.itemsize * self.log_totals
+        return num_tokens * (states + totals + torch.int64.itemsize + torch.bool.itemsize)
 
     def to_dict(self) -> dict[str, Any]:
         """For the manifest."""
@@ -176,13 +191,24 @@ def fingerprint_target(target: nn.Module) -> str:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     settings = {name: getattr(text, name, None) for name in _SETTINGS}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, parameter in target.named_parameters():
+    _digest_weights(digest, target)
+    return digest.hexdigest()[:16]
+
+
+def fingerprint_weights(model: nn.Module) -> str:
+    """16 hex digits from names, shapes and some values of every weight."""
+    digest = hashlib.sha256()
+    _digest_weights(digest, model)
+    return digest.hexdigest()[:16]
+
+
+def _digest_weights(digest: hashlib._Hash, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
         step = max(flat.numel() // _SAMPLES, 1)
         values = flat[::step].to("cpu", torch.float32).contiguous()
         digest.update(f"{name}{list(parameter.shape)}".encode())
         digest.update(values.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:

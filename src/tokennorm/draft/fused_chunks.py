@@ -59,10 +59,14 @@ class Needs(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """``hidden`` ``[B * S, D_t]`` after the target's final norm, and its ``head`` ``[V, D_t]``; no gradient."""
+    """``hidden`` ``[B * S, D_t]`` after the target's final norm, and its ``head`` ``[V, D_t]``; no gradient.
+
+    With ``log_total`` ``[B * S]``, the log-sum-exp of all ``V`` logits, a reduced vocabulary needs only its own.
+    """
 
     hidden: Tensor
     head: Tensor
+    log_total: Tensor | None = None
 
 
 class SlotResults(NamedTuple):
@@ -94,10 +98,11 @@ class FusedPlan:
     chunk_size: int
 
 
-def slots_per_chunk(plan: SlotPlan, has_teacher: bool, device: torch.device) -> int:
+def slots_per_chunk(plan: SlotPlan, teacher: Teacher | None, device: torch.device) -> int:
     """Slots held at once by default: the memory budget of a chunk, shared with the teacher rows they need."""
-    shared = plan.num_teacher_rows / max(plan.num_supervised, 1) if has_teacher else 0.0
-    per_slot = plan.draft_size + int(shared * plan.target_size)
+    shared = 0.0 if teacher is None else plan.num_teacher_rows / max(plan.num_supervised, 1)
+    per_row = plan.target_size if teacher is None or teacher.log_total is None else plan.draft_size
+    per_slot = plan.draft_size + int(shared * per_row)
     return default_chunk_size(plan.num_supervised, per_slot, device)
 
 
@@ -177,8 +182,12 @@ class _TeacherChunks:
     def __init__(self, plan: FusedPlan, chunks: list[SlotChunk], dtype: torch.dtype) -> None:
         assert plan.teacher is not None
         self._plan, self._dtype = plan, dtype
-        self._products = Products.of(plan.teacher.hidden, plan.teacher.head)
-        self._head = self._products.operand(plan.teacher.head)
+        head, vocabulary = plan.teacher.head, plan.slots.vocabulary
+        self._products = Products.of(plan.teacher.hidden, head)
+        if plan.teacher.log_total is not None:
+            assert vocabulary is not None
+            head = head.index_select(0, vocabulary.ids)
+        self._head = self._products.operand(head)
         most = max((chunk.rows.stop - chunk.rows.start for chunk in chunks), default=0)
         self._buffer = torch.empty(
             (most, self._head.shape[0]), dtype=self._products.accumulate_dtype, device=self._head.device
@@ -191,11 +200,15 @@ class _TeacherChunks:
         states = teacher.hidden.index_select(0, plan.teacher_rows[chunk.rows])
         rows = self._products.operand(states)
         probabilities = self._products.logits(rows, self._head, None, out=self._buffer[: rows.shape[0]])
-        softmax_(probabilities)
         row = plan.row_of_slot[chunk.slots] - chunk.rows.start
-        if plan.vocabulary is None:
-            return probabilities.to(self._dtype), None, row
-        drafted = probabilities.index_select(1, plan.vocabulary.ids)
+        if teacher.log_total is not None:
+            total = teacher.log_total.index_select(0, plan.teacher_rows[chunk.rows]).to(probabilities.dtype)
+            drafted = probabilities.sub_(total.unsqueeze(1)).exp_()
+        else:
+            softmax_(probabilities)
+            if plan.vocabulary is None:
+                return probabilities.to(self._dtype), None, row
+            drafted = probabilities.index_select(1, plan.vocabulary.ids)
         # Rounding may leave a little less than nothing.
         missing = (1 - drafted.sum(dim=1)).clamp(min=0).to(self._dtype)
         return drafted.to(self._dtype), missing.index_select(0, row), row

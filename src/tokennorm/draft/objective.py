@@ -79,6 +79,7 @@ def dspark_objective(
     confidence: Tensor | None = None,
     teacher_hidden: Tensor | None = None,
     teacher_head: Tensor | None = None,
+    teacher_log_total: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> DSparkSums:
     """The three terms of the DSpark loss and all diagnostics, in chunks of the supervised slots.
@@ -106,6 +107,9 @@ def dspark_objective(
         teacher_hidden: ``[B, S, D_t]``, the target's, after its final norm; never differentiated. Needed for the
             L1 term and the confidence head.
         teacher_head: ``[V, D_t]``; None: ``head``, without gradient. Needed with a reduced vocabulary.
+        teacher_log_total: ``[B, S]``, the log-sum-exp of the teacher's ``V`` logits at each position, where it is
+            known already (from a cache). A reduced vocabulary then projects its own tokens alone. It must belong
+            to exactly these ``teacher_hidden``.
         chunk_size: slots of logits held at once; by default :func:`slots_per_chunk`.
 
     Returns:
@@ -126,13 +130,15 @@ def dspark_objective(
         confidence=confidence,
         teacher_hidden=teacher_hidden,
         teacher_head=teacher_head,
+        teacher_log_total=teacher_log_total,
         needs_teacher=l1_loss_alpha > 0 or (confidence is not None and confidence_head_alpha != 0),
         chunk_size=chunk_size,
     )
     teacher = None
     if teacher_hidden is not None:
         rows, weight = teacher_hidden.detach().flatten(0, 1), head if teacher_head is None else teacher_head
-        teacher = Teacher(rows, weight.detach())
+        total = None if teacher_log_total is None else teacher_log_total.detach().flatten()
+        teacher = Teacher(rows, weight.detach(), total)
     flat_hidden, hidden_index = flat_slots(hidden, plan, dims=1)
     flat_latents, latent_index = (None, hidden_index) if latents is None else flat_slots(latents, plan, dims=1)
     weights_3d = slot_weights(
@@ -146,7 +152,7 @@ def dspark_objective(
             hidden_index=hidden_index,
             latent_index=latent_index,
             teacher=teacher,
-            chunk_size=chunk_size or slots_per_chunk(plan, teacher is not None, hidden.device),
+            chunk_size=chunk_size or slots_per_chunk(plan, teacher, hidden.device),
         ),
         weights=weights,
         ce_alpha=float(ce_loss_alpha),

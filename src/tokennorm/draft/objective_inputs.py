@@ -33,6 +33,7 @@ def check_inputs(
     confidence: Tensor | None,
     teacher_hidden: Tensor | None,
     teacher_head: Tensor | None,
+    teacher_log_total: Tensor | None,
     needs_teacher: bool,
     chunk_size: int | None,
 ) -> None:
@@ -58,6 +59,8 @@ def check_inputs(
     if confidence is not None:
         _check_slots(confidence, "confidence", plan, width=None)
     _check_teacher(plan, head, teacher_hidden, teacher_head, needs_teacher)
+    if teacher_log_total is not None:
+        _check_log_total(plan, teacher_hidden, teacher_log_total)
 
 
 def _check_teacher(
@@ -102,4 +105,18 @@ def _check_slots(values: Tensor, name: str, plan: SlotPlan, *, width: int | None
         raise LossUsageError(
             f"{name} is {values.dtype} of shape {list(values.shape)}; it must be floating-point "
             f"{' or '.join(str(list(shape)) for shape in shapes)}"
+        )
+
+
+def _check_log_total(plan: SlotPlan, hidden: Tensor | None, log_total: Tensor) -> None:
+    if plan.vocabulary is None or hidden is None:
+        raise LossUsageError(
+            f"teacher_log_total came with {'no teacher_hidden' if hidden is None else 'the whole vocabulary'}",
+            why="it spares a drafter with a reduced vocabulary the target's other logits.",
+            fix="leave it out.",
+        )
+    if tuple(log_total.shape) != tuple(hidden.shape[:2]) or not log_total.is_floating_point():
+        raise LossUsageError(
+            f"teacher_log_total is {log_total.dtype} {list(log_total.shape)}, one number for each position of "
+            f"teacher_hidden {list(hidden.shape[:2])} was expected"
         )

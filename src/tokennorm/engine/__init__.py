@@ -4,6 +4,7 @@ from tokennorm.engine.checkpoint import CheckpointStore
 from tokennorm.engine.distributed import (
     DistributedConfig,
     Runtime,
+    all_ranks_or_none,
     broadcast_from_main,
     check_ranks_agree,
     distributed_session,
@@ -38,6 +39,7 @@ __all__ = [
     "StepReport",
     "TrainReport",
     "WindowSource",
+    "all_ranks_or_none",
     "broadcast_from_main",
     "build_optimizer",
     "build_scheduler",

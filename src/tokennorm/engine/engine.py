@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +29,7 @@ class StepReport:
         loss: mean loss per supervised token of the window in nats; None for an empty window.
         grad_norm: global norm of the exact gradient before clipping; None when the window was empty.
         lr: learning rate of the step.
-        effective_tokens: supervised tokens of the window.
+        effective_tokens: supervised tokens of the window, or the sum of their weights.
         total_tokens: its tokens without padding.
         metrics: means of the extra terms and of the objective's metrics; None where nothing was counted.
         skipped: why the weights did not move ("empty window", "fp16 overflow"), else None.
@@ -60,6 +60,8 @@ class Engine:
         token_loss_kit: the accounting; by default one for this device and these ranks. Its policy for empty
             windows is the engine's: an error, or a step that moves nothing and is reported.
         max_grad_norm: clip the global gradient norm to this; None reports the norm only.
+        after_reduce: called after each window's reduction, where the host waits for the device anyway; raises what
+            an objective found on the device and could not tell at once.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Engine:
         dp_group: dist.ProcessGroup | None = None,
         token_loss_kit: TokenNormedLossKit | None = None,
         max_grad_norm: float | None = 1.0,
+        after_reduce: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.optimizer, self.objective, self.scheduler = model, optimizer, objective, scheduler
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
@@ -83,7 +86,7 @@ class Engine:
         self.token_loss_kit = token_loss_kit or TokenNormedLossKit(
             device=self.device, dp_world_size=dp_world_size, dp_group=dp_group
         )
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.after_reduce = max_grad_norm, after_reduce
         self.step = 0
         self._metrics: dict[str, RatioSum] = {}
 
@@ -107,7 +110,7 @@ class Engine:
         """Count the micro-batch and send its provisional loss backward."""
         loss = self.token_loss_kit.accumulate_microbatch(
             loss_sum=outputs.loss_sum,
-            effective_tokens=batch["effective_tokens"],
+            effective_tokens=outputs.count(batch),
             total_tokens=batch["total_tokens"],
             extra_terms=outputs.extra_terms,
         )
@@ -118,6 +121,8 @@ class Engine:
         """Make the window's gradient exact, clip it and step. An empty window moves nothing, on any rank."""
         self._lr, self._grad_norm, self._overflow = self.optimizer.param_groups[0]["lr"], None, False
         self._stats = self.token_loss_kit.reduce_window()
+        if self.after_reduce is not None:
+            self.after_reduce()
         if self._stats.skipped:
             return
         self.scaler.unscale_(self.optimizer)

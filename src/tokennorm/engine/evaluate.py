@@ -22,13 +22,13 @@ class EvalReport:
 
     Attributes:
         loss: mean loss per supervised token in nats, or None when no token was supervised.
-        effective_tokens: supervised tokens that it averages over.
+        effective_tokens: supervised tokens that it averages over, or the sum of their weights.
         total_tokens: tokens without padding that the model read.
         metrics: means of the objective's other pairs and terms; None where nothing was counted.
     """
 
     loss: float | None
-    effective_tokens: int
+    effective_tokens: int | float
     total_tokens: int
     metrics: dict[str, float | None] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ def evaluate(
     total = reduced.pop("total_tokens")
     return EvalReport(
         loss=loss.mean,
-        effective_tokens=int(loss.den),
+        effective_tokens=int(loss.den) if float(loss.den).is_integer() else float(loss.den),
         total_tokens=int(total.num),
         metrics={name: pair.mean for name, pair in reduced.items()},
     )
@@ -88,7 +88,7 @@ def _pairs(outputs: ObjectiveOutput, batch: Batch) -> dict[str, RatioSum]:
     terms = {
         name: RatioSum(term.numerator.detach(), term.denominator) for name, term in outputs.extra_terms.items()
     }
-    loss = RatioSum(outputs.loss_sum.detach(), batch["effective_tokens"])
+    loss = RatioSum(outputs.loss_sum.detach(), outputs.count(batch))
     return {**outputs.metrics, **terms, "loss": loss}
 
 

@@ -160,7 +160,7 @@ class _Evaluator:
         loss = "no supervised token" if report.loss is None else f"loss {report.loss:.4f}"
         self._progress.say(
             f"held-out after step {self._engine.step}  {loss}  "
-            f"tok {report.effective_tokens:,}/{report.total_tokens:,}"
+            f"tok {report.effective_tokens:,.0f}/{report.total_tokens:,}{self._progress.extras(report.metrics)}"
         )
         if self._run is not None:
             self._run.log(
@@ -202,6 +202,7 @@ def _log(
             loss=report.loss,
             grad_norm=report.grad_norm,
             lr=report.lr,
-            effective_tokens=int(report.effective_tokens),
+            effective_tokens=round(report.effective_tokens),
             total_tokens=int(report.total_tokens),
+            metrics=report.metrics,
         )

@@ -28,11 +28,18 @@ class ObjectiveOutput:
         loss_sum: 0-d tensor with graph: the per-token losses of the supervised tokens, added up (nats).
         extra_terms: further terms of the objective by name, e.g. ``{"router": LossTerm(...)}``.
         metrics: detached pairs for the log; every rank and micro-batch gives the same names.
+        denominator: what ``loss_sum`` is counted in, where that is not the batch's ``effective_tokens``: a sum of
+            token weights (a float or a 0-d tensor without graph).
     """
 
     loss_sum: Tensor
     extra_terms: Mapping[str, LossTerm] = field(default_factory=dict)
     metrics: Mapping[str, RatioSum] = field(default_factory=dict)
+    denominator: float | Tensor | None = None
+
+    def count(self, batch: Batch) -> int | float | Tensor:
+        """The denominator of ``loss_sum`` on ``batch``."""
+        return batch["effective_tokens"] if self.denominator is None else self.denominator
 
 
 class Objective(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,35 +71,52 @@ def _require(holds: bool, name: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{name} is {value!r}", fix=f"give {allowed}")
 
 
-def build_optimizer(parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> AdamW:
+def build_optimizer(
+    parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
+    config: OptimConfig,
+    *,
+    lr_factors: Mapping[str, float] | None = None,
+) -> AdamW:
     """Make AdamW over the trainable parameters, with weight decay on matrices only.
 
     Args:
         parameters: a module, or ``(name, parameter)`` pairs; frozen ones are left out, and a tied one
             counts once.
         config: the hyper-parameters.
+        lr_factors: factors on the learning rate by prefix of the parameter's name (``{"markov_head.": 10.0}``);
+            the schedule multiplies them all alike.
 
     Raises:
-        ConfigError: nothing is trainable.
+        ConfigError: nothing is trainable, or a prefix that no trainable parameter has.
     """
     named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
-    trainable = list({id(parameter): parameter for _, parameter in named if parameter.requires_grad}.values())
+    factors = dict(lr_factors or {})
+    trainable = {id(parameter): (name, parameter) for name, parameter in named if parameter.requires_grad}
     if not trainable:
         raise ConfigError(
             "the model has no trainable parameter",
             why="every parameter has requires_grad=False, so a step could not change anything",
             fix="unfreeze what should learn (parameter.requires_grad_(True)), or add an adapter",
         )
-    decayed = [p for p in trainable if config.decay_vectors or p.ndim > 1]
-    exempt = [p for p in trainable if not (config.decay_vectors or p.ndim > 1)]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
+    unused = [prefix for prefix in factors if not any(name.startswith(prefix) for name, _ in trainable.values())]
+    if unused:
+        raise ConfigError(
+            f"a learning-rate factor for {unused[0]!r}, but no trainable parameter's name begins so",
+            fix="give prefixes of the names in named_parameters()",
+        )
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in trainable.values():
+        factor = next((value for prefix, value in factors.items() if name.startswith(prefix)), 1.0)
+        # Matrices first, and those without a factor before the others: the order that checkpoints know.
+        groups.setdefault((factor, config.decay_vectors or parameter.ndim > 1), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda group: (group[0][0] != 1.0, group[0][0], not group[0][1]))
     # One pass over the parameters instead of five; the arithmetic is that of the plain implementation.
-    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trainable)
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in trainable.values())
     return AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": own, "lr": config.lr * factor, "weight_decay": config.weight_decay if decayed else 0.0}
+            for (factor, decayed), own in ordered
+        ],
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 __all__ = ["ProgressPrinter", "format_count", "format_duration", "format_step_line"]
@@ -45,9 +46,10 @@ def format_step_line(
     total_tokens: int,
     tokens_per_second: float | None = None,
     eta_seconds: float | None = None,
+    extras: str = "",
 ) -> str:
     """Return one step's line; ``tok`` is supervised/total tokens of the window, ``tok/s`` counts the total."""
-    parts = [f"step {step}/{total_steps}", f"loss {loss:.4f}"]
+    parts = [f"step {step}/{total_steps}", f"loss {loss:.4f}{extras}"]
     if grad_norm is not None:
         small = 0 < grad_norm < 0.095
         parts.append(f"grad {grad_norm:.1e}" if small else f"grad {grad_norm:.2f}")
@@ -68,13 +70,21 @@ class ProgressPrinter:
         enabled: False on every rank but the first.
         stream: where lines go; standard output by default.
         history: steps whose durations give the rate and the remaining time.
+        shown: metrics of the objective that stand in the line, by name.
     """
 
     def __init__(
-        self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None, history: int = 20
+        self,
+        total_steps: int,
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        history: int = 20,
+        shown: Sequence[str] = (),
     ) -> None:
         self.total_steps = total_steps
         self.enabled = enabled
+        self.shown = tuple(shown)
         self._stream = stream
         self._recent: deque[tuple[float, int]] = deque(maxlen=history)
         self._last = time.monotonic()
@@ -96,6 +106,11 @@ class ProgressPrinter:
         seconds = sum(duration for duration, _ in self._recent)
         return sum(tokens for _, tokens in self._recent) / seconds if seconds > 0 else None
 
+    def extras(self, metrics: Mapping[str, float | None]) -> str:
+        """The metrics that the line shows, two blanks before each; those without a value are left out."""
+        values = {name: metrics.get(name) for name in self.shown}
+        return "".join(f"  {name} {value:.3f}" for name, value in values.items() if value is not None)
+
     def step(
         self,
         *,
@@ -105,6 +120,7 @@ class ProgressPrinter:
         lr: float,
         effective_tokens: int,
         total_tokens: int,
+        metrics: Mapping[str, float | None] | None = None,
     ) -> None:
         """Print the line of one step."""
         seconds = [duration for duration, _ in self._recent]
@@ -114,6 +130,7 @@ class ProgressPrinter:
                 step=step,
                 total_steps=self.total_steps,
                 loss=loss,
+                extras=self.extras(metrics or {}),
                 grad_norm=grad_norm,
                 lr=lr,
                 effective_tokens=effective_tokens,

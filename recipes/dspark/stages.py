@@ -1,0 +1,133 @@
+"""The stages around the training, each a function of the configuration; every one goes on where it was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tokennorm.data import terminal_progress
+from tokennorm.engine import ProgressPrinter, distributed_session
+from tokennorm.errors import ConfigError, DistributedError
+from tokennorm.recipes.dspark import train
+from tokennorm.recipes.dspark.build import draft_config, load_answers, load_target
+from tokennorm.recipes.dspark.config import AnswersConfig, DSparkConfig
+from tokennorm.recipes.dspark.evaluate import evaluate
+from tokennorm.recipes.dspark.export import export
+from tokennorm.recipes.dspark.folder import StageFolder
+from tokennorm.recipes.dspark.generate import generate_answers
+from tokennorm.recipes.dspark.prompts import Prompt, embedded_prompts, read_prompts
+from tokennorm.recipes.dspark.states import cached_states
+
+__all__ = ["STAGES", "cache", "generate", "run_all"]
+
+
+def generate(config: DSparkConfig) -> None:
+    """Let the target answer the training prompts and the held-out ones."""
+    folder = StageFolder.of(config.run.dir)
+    train_prompts, held_out = choose_prompts(config.answers)
+    with distributed_session(config.distributed) as runtime:
+        if runtime.world_size > 1:
+            raise DistributedError(
+                "generate runs in one process", fix="start it without torchrun; the training takes several ranks"
+            )
+        printer = ProgressPrinter(0)
+        target, tokenizer = load_target(config, runtime.device)
+        folder.root.mkdir(parents=True, exist_ok=True)
+        for name, prompts, path in (
+            ("answers", train_prompts, folder.answers),
+            ("held-out answers", held_out, folder.held_out),
+        ):
+            if not prompts:
+                continue
+            printer.say(f"{name}: {len(prompts):,} prompts, up to {config.answers.max_new_tokens} tokens each")
+            with terminal_progress(name, enabled=True) as progress:
+                answers = generate_answers(
+                    target,
+                    tokenizer,
+                    prompts,
+                    path,
+                    batch_size=config.answers.batch_size,
+                    max_new_tokens=config.answers.max_new_tokens,
+                    temperature=config.answers.temperature,
+                    seed=config.train.seed,
+                    say=printer.say,
+                    progress=progress,
+                )
+            tokens = sum(len(answer.answer_ids) for answer in answers)
+            ended = sum(answer.finish == "stop" for answer in answers)
+            printer.say(f"{path}: {len(answers):,} answers, {tokens:,} tokens, {ended:,} ended by themselves")
+
+
+def choose_prompts(config: AnswersConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """The training prompts and the held-out ones, those of each group evenly spread over its tasks."""
+    if config.prompts == "embedded":
+        prompts = embedded_prompts(train=config.per_group, held_out=config.held_out_per_group)
+    else:
+        prompts = _first_of_each_group(read_prompts(config.prompts), config)
+    return [p for p in prompts if not p.held_out], [p for p in prompts if p.held_out]
+
+
+def _first_of_each_group(prompts: list[Prompt], config: AnswersConfig) -> list[Prompt]:
+    taken: dict[tuple[str, bool], int] = {}
+    kept = []
+    for prompt in prompts:
+        key, limit = (prompt.group, prompt.held_out), config.per_group
+        if prompt.held_out:
+            limit = config.held_out_per_group
+        taken[key] = taken.get(key, 0) + 1
+        if limit is None or taken[key] <= limit:
+            kept.append(prompt)
+    return kept
+
+
+def cache(config: DSparkConfig) -> None:
+    """Write the target's hidden states of all answers to disk; says first how much that is."""
+    if not config.cache.enabled:
+        raise ConfigError(
+            "cache.enabled is False", fix="leave this stage out; the training runs the target itself"
+        )
+    folder = StageFolder.of(config.run.dir)
+    folder.require(folder.answers, made_by="tokennorm draft generate")
+    with distributed_session(config.distributed) as runtime:
+        printer = ProgressPrinter(0, enabled=runtime.is_main)
+        target, tokenizer = load_target(config, runtime.device)
+        layer_ids = draft_config(config.draft, target, tokenizer).target_layer_ids
+        for answers, path in ((folder.answers, folder.cache), (folder.held_out, folder.held_out_cache)):
+            if answers.exists():
+                cached_states(
+                    config.cache,
+                    path,
+                    load_answers(answers, max_length=config.data.max_length),
+                    target=target,
+                    tokenizer=tokenizer,
+                    layer_ids=layer_ids,
+                    log_totals=config.draft.vocabulary is not None,
+                    runtime=runtime,
+                    say=printer.say,
+                )
+
+
+def run_all(config: DSparkConfig) -> None:
+    """Generate, train (which fills the cache), evaluate and export; finished stages are not done again."""
+    folder = StageFolder.of(config.run.dir)
+    printer = ProgressPrinter(0)
+    printer.say("\n== 1/4 the target answers")
+    generate(config)
+    printer.say("\n== 2/4 training")
+    if folder.drafter.exists():
+        printer.say(f"{folder.drafter} is there already")
+    else:
+        train.run(replace(config, run=replace(config.run, resume=True)))
+    printer.say("\n== 3/4 decoding held-out prompts")
+    evaluate(config)
+    printer.say("\n== 4/4 export")
+    export(config)
+
+
+STAGES: dict[str, Callable[[DSparkConfig], None]] = {
+    "generate": generate,
+    "cache": cache,
+    "evaluate": evaluate,
+    "export": export,
+    "run": run_all,
+}

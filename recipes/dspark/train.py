@@ -1,0 +1,294 @@
+"""The wiring of a drafter's training: target, answers and drafter into the engine, and out of it a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokennorm.data import Batch, ChatDataset, WindowLoader, check_max_length, require_isolated_documents
+from tokennorm.draft import (
+    DraftModel,
+    HiddenStateCache,
+    HiddenStateCapture,
+    export_drafter,
+    raise_pending_slot_errors,
+    target_weights,
+)
+from tokennorm.draft.cache_spec import fingerprint_target
+from tokennorm.engine import (
+    CheckpointStore,
+    Engine,
+    EvalReport,
+    ProgressPrinter,
+    RunFolder,
+    Runtime,
+    all_ranks_or_none,
+    build_optimizer,
+    build_scheduler,
+    check_ranks_agree,
+    config_to_dict,
+    distributed_session,
+    evaluate,
+    seed_everything,
+    train,
+    wrap_ddp,
+)
+from tokennorm.recipes.dspark.build import build_drafter, fingerprint, load_answers, load_target
+from tokennorm.recipes.dspark.config import DSparkConfig
+from tokennorm.recipes.dspark.folder import StageFolder
+from tokennorm.recipes.dspark.objective import DSparkObjective
+from tokennorm.recipes.dspark.states import cached_states
+from tokennorm.recipes.dspark.windows import BlockMaker, DraftWindows, held_out_batches
+
+__all__ = ["DSparkJob", "DSparkResult", "prepare", "run"]
+
+# What the step's line shows besides the loss.
+SHOWN = ("tau", "accept_rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkJob:
+    """A training that is ready to start.
+
+    Attributes:
+        engine: drafter, optimizer, schedule and accounting.
+        drafter: inside the engine's wrapper.
+        windows: this rank's windows.
+        total_steps: optimizer steps of the run.
+        documents: prompts with the target's answers.
+        held_out: this rank's evaluation batches; empty without held-out answers.
+        identity: what a checkpoint of this run must have in common with it.
+    """
+
+    engine: Engine
+    drafter: DraftModel
+    windows: DraftWindows
+    total_steps: int
+    documents: ChatDataset
+    held_out: Sequence[Batch]
+    has_held_out: bool
+    identity: dict[str, Any]
+
+    def evaluate(self) -> EvalReport:
+        """Evaluate, teacher-forced, on all ranks."""
+        engine = self.engine
+        return evaluate(engine.model, engine.objective, self.held_out, device=engine.device, group=engine.dp_group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkResult:
+    """What a training left: the drafter's folder, and tau on held-out answers (teacher-forced, sampling)."""
+
+    folder: Path
+    before: float | None
+    after: float | None
+    steps: int
+
+
+def run(config: DSparkConfig) -> DSparkResult:
+    """Train a drafter as configured; under torchrun, call it on every rank."""
+    folder = StageFolder.of(config.run.dir)
+    with distributed_session(config.distributed) as runtime:
+        progress = ProgressPrinter(0, enabled=runtime.is_main, shown=SHOWN)
+        run_folder = RunFolder(folder.train, runtime=runtime, resume=config.run.resume)
+        job = prepare(config, runtime, say=progress.say)
+        progress.total_steps = job.total_steps
+        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
+        store = CheckpointStore(
+            run_folder.checkpoints, identity=job.identity, runtime=runtime, keep_last=config.loop.keep_last
+        )
+        if config.run.resume:
+            _resume(job, store, run_folder, progress)
+        start = time.monotonic()
+        report = train(
+            job.engine,
+            job.windows,
+            total_steps=job.total_steps,
+            config=config.loop,
+            evaluate=job.evaluate if job.has_held_out else None,
+            run=run_folder,
+            checkpoints=store if config.run.checkpoints else None,
+            progress=progress,
+        )
+        progress.say(
+            f"trained {report.steps} steps on {report.total_tokens:,} tokens in {time.monotonic() - start:.0f} s"
+        )
+        before, after = (None if one is None else one.metrics["tau"] for one in (report.before, report.after))
+        if before is not None and after is not None:
+            progress.say(f"tau on held-out answers, teacher-forced at temperature 1: {before:.2f} -> {after:.2f}")
+        save_drafter(job, config, folder, runtime)
+        progress.say(f"drafter saved in {folder.drafter}")
+        return DSparkResult(folder=folder.drafter, before=before, after=after, steps=job.engine.step)
+
+
+def prepare(config: DSparkConfig, runtime: Runtime, *, say: Callable[[str], None] = lambda _: None) -> DSparkJob:
+    """Load, cache, build and wrap; nothing is trained yet.
+
+    Raises:
+        TokenNormError: target, answers and configuration don't go together, or ranks differ in them.
+    """
+    seed_everything(config.train.seed + runtime.rank)
+    folder, data = StageFolder.of(config.run.dir), config.data
+    folder.require(folder.answers, made_by="tokennorm draft generate")
+    target, tokenizer = load_target(config, runtime.device)
+    documents = load_answers(folder.answers, max_length=data.max_length)
+    held_out = load_answers(folder.held_out, max_length=data.max_length) if folder.held_out.exists() else None
+    say(f"answers: {documents.describe()}")
+    for part in (documents, held_out):
+        if part is not None:
+            part.check_fits(target)
+    drafter = build_drafter(config, target, tokenizer, documents).train()
+    _describe_drafter(drafter, documents, say)
+    # A block reaches beyond its document's last token.
+    check_max_length(max(documents.lengths) + config.draft.block_size, target.config)
+    states = held_out_states = None
+    if config.cache.enabled:
+        states, held_out_states = (
+            None
+            if part is None
+            else cached_states(
+                config.cache,
+                path,
+                part,
+                target=target,
+                tokenizer=tokenizer,
+                layer_ids=drafter.config.target_layer_ids,
+                log_totals=config.draft.vocabulary is not None,
+                runtime=runtime,
+                say=say,
+            )
+            for path, part in ((folder.cache, documents), (folder.held_out_cache, held_out))
+        )
+    elif data.packing:
+        require_isolated_documents(target, batch_size=data.micro_batch_size, forward_options={"use_cache": False})
+    pad = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    maker = BlockMaker(drafter=drafter, anchors=data.anchors, anchor_rule=data.anchor_rule, seed=config.train.seed)
+    windows = _windows(config, documents, pad, runtime, maker, states)
+    total_steps = windows.loader.total_windows(config.train.epochs)
+    if config.train.max_steps is not None:
+        total_steps = min(total_steps, config.train.max_steps)
+    identity = _identity(config, documents, total_steps, target)
+    check_ranks_agree({**identity, "torch": torch.__version__}, runtime)
+    factor = config.train.markov_lr_factor
+    optimizer = build_optimizer(
+        drafter,
+        config.optim,
+        lr_factors={"markov_head.": factor} if drafter.markov_head is not None and factor != 1 else None,
+    )
+    capture = None if states is not None else HiddenStateCapture(target, drafter.config.target_layer_ids)
+    engine = Engine(
+        model=wrap_ddp(drafter, runtime),
+        optimizer=optimizer,
+        objective=DSparkObjective(config.loss, capture=capture, teacher_head=target_weights(target)[1]),
+        scheduler=build_scheduler(optimizer, config.optim, total_steps),
+        device=runtime.device,
+        dp_world_size=runtime.world_size,
+        dp_group=runtime.group,
+        max_grad_norm=config.optim.max_grad_norm,
+        after_reduce=raise_pending_slot_errors,
+    )
+    evaluated: Sequence[Batch] = ()
+    if held_out is not None:
+        evaluated = held_out_batches(
+            held_out,
+            maker=maker,
+            states=held_out_states,
+            pad_token_id=pad,
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+        )
+    return DSparkJob(
+        engine=engine,
+        drafter=drafter,
+        windows=windows,
+        total_steps=total_steps,
+        documents=documents,
+        held_out=evaluated,
+        has_held_out=held_out is not None,
+        identity=identity,
+    )
+
+
+def save_drafter(job: DSparkJob, config: DSparkConfig, folder: StageFolder, runtime: Runtime) -> None:
+    """Write the drafter in full precision, on the main rank."""
+
+    def write() -> None:
+        if runtime.is_main:
+            export_drafter(
+                job.drafter,
+                folder.drafter,
+                dtype=None,
+                num_anchors=config.data.anchors,
+                provenance={"target": config.target.path, "steps": job.engine.step, "identity": job.identity},
+            )
+
+    all_ranks_or_none(write, runtime)
+
+
+def _windows(
+    config: DSparkConfig,
+    documents: ChatDataset,
+    pad_token_id: int,
+    runtime: Runtime,
+    maker: BlockMaker,
+    states: HiddenStateCache | None,
+) -> DraftWindows:
+    data = config.data
+    loader = WindowLoader(
+        documents,
+        micro_batch_size=data.micro_batch_size,
+        micro_batches_per_window=data.micro_batches_per_window,
+        pad_token_id=pad_token_id,
+        pack_length=(data.pack_length or data.max_length) if data.packing else None,
+        shuffle=data.shuffle,
+        seed=config.train.seed,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+    )
+    return DraftWindows(loader, config.train.epochs, maker=maker, states=states)
+
+
+def _describe_drafter(drafter: DraftModel, documents: ChatDataset, say: Callable[[str], None]) -> None:
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    config = drafter.config
+    say(
+        f"drafter: {config.num_layers} layers, blocks of {config.block_size}, {config.num_draft_tokens:,} of "
+        f"{config.vocab_size:,} tokens, {trained:,} parameters to train; it reads layers "
+        f"{list(config.target_layer_ids)} of {config.num_target_layers}"
+    )
+    vocabulary = drafter.vocabulary
+    if isinstance(vocabulary, int):
+        return
+    answered = torch.cat([sample.input_ids[sample.supervised] for sample in documents])
+    known = (vocabulary.draft_of[answered] >= 0).double().mean().item()
+    say(f"its vocabulary covers {100 * known:.2f} % of the answers' tokens")
+
+
+def _identity(config: DSparkConfig, documents: ChatDataset, total_steps: int, target: Any) -> dict[str, Any]:
+    """Everything that decides the weights; where a run is saved or how often it reports is left out."""
+    resolved = config_to_dict(config)
+    return {
+        "data": {**resolved["data"], "tokens": fingerprint(list(documents))},
+        "target": {"weights": fingerprint_target(target), "dtype": config.target.dtype},
+        "states": {"cached": config.cache.enabled, "dtype": config.cache.dtype if config.cache.enabled else None},
+        "draft": resolved["draft"],
+        "loss": resolved["loss"],
+        "optim": resolved["optim"],
+        "train": {**resolved["train"], "max_steps": total_steps},
+    }
+
+
+def _resume(job: DSparkJob, store: CheckpointStore, run_folder: RunFolder, progress: ProgressPrinter) -> None:
+    latest = store.latest()
+    if latest is None:
+        progress.say("no checkpoint yet: starting from the beginning")
+    else:
+        job.windows.load_state_dict(store.restore(job.engine, latest))
+        progress.say(f"resumed from {latest}")
+    # Without a checkpoint everything comes again, the evaluation before the first step included.
+    run_folder.forget_after(job.engine.step if latest else -1)
