@@ -207,8 +207,9 @@ class EvaluateConfig:
     """Most tokens of an answer."""
     temperature: float = 0.0
     """0: greedy; otherwise sampling at this temperature."""
-    confidence_threshold: float = 0.0
-    """Verify a proposal only while the probability that all so far are accepted is at least this; 0: all."""
+    confidence_threshold: float = 0.4
+    """Decode once more, verifying a proposal only while the estimated probability that all up to it are accepted
+    is at least this; 0: don't."""
     calibrate: bool = True
     """Measure and calibrate the confidence head."""
     seed: int = 0

@@ -16,7 +16,7 @@ from tokennorm.draft import Decoded, DraftModel, Round, VerificationSchedule, pl
 from tokennorm.errors import DataError
 from tokennorm.recipes.dspark.generate import Answer
 
-__all__ = ["PLAIN", "DecodedPrompt", "DecodingFile", "decode_prompts"]
+__all__ = ["PLAIN", "DecodedPrompt", "DecodingFile", "Way", "decode_prompts"]
 
 PLAIN = "plain"
 Progress = Callable[[int, int], None]
@@ -37,6 +37,21 @@ class DecodedPrompt:
     group: str
     prompt_ids: tuple[int, ...]
     ways: Mapping[str, Decoded]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to decode with a drafter.
+
+    Attributes:
+        drafter: in eval mode.
+        schedule: how many proposals are verified; None: all.
+        prompts_per_group: only the first so many prompts of each group; None: all.
+    """
+
+    drafter: DraftModel
+    schedule: VerificationSchedule | None = None
+    prompts_per_group: int | None = None
 
 
 class DecodingFile:
@@ -79,67 +94,71 @@ class DecodingFile:
 
 def decode_prompts(
     target: Any,
-    drafters: Mapping[str, DraftModel],
+    ways: Mapping[str, Way],
     prompts: Sequence[Answer],
     file: DecodingFile,
     *,
-    limits: Mapping[str, int] | None = None,
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
     temperature: float = 0.0,
-    schedule: VerificationSchedule | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[DecodedPrompt]:
-    """Decode every prompt plainly and with each drafter in turn, so that all see the machine in the same state.
+    """Decode every prompt plainly and in each way in turn, so that all see the machine in the same state.
 
     Args:
         target: in eval mode.
-        drafters: by name.
+        ways: by name; ``plain`` comes by itself.
         prompts: of all groups.
         file: keeps what is done.
-        limits: for some drafters, how many prompts of each group; all by default.
         max_new_tokens: per prompt.
         stop_token_ids: end an answer.
         temperature: 0: greedy.
-        schedule: how many proposals are verified.
         seed: of sampling.
         progress: called with (done, total).
     """
+    options: dict[str, Any] = {"stop_token_ids": stop_token_ids, "temperature": temperature}
     taken: dict[str, int] = {}
     results = []
     warm = False
     for number, prompt in enumerate(prompts):
-        rank_in_group = taken[prompt.group] = taken.get(prompt.group, 0) + 1
-        names = [name for name in drafters if rank_in_group <= (limits or {}).get(name, rank_in_group)]
+        place = taken[prompt.group] = taken.get(prompt.group, 0) + 1
+        names = [name for name, way in ways.items() if place <= (way.prompts_per_group or place)]
         known = file.done.get(prompt.id)
         if known is None or set(known.ways) != {PLAIN, *names}:
-            options: dict[str, Any] = {"stop_token_ids": stop_token_ids, "temperature": temperature}
             if not warm:
                 # The first calls pay for allocations that none of the measured ones should.
-                plain_decode(target, prompt.prompt_ids, max_new_tokens=4, **options)
+                _decode_all(target, ways, list(ways), prompt, seed, {**options, "max_new_tokens": 4})
                 warm = True
-            options["max_new_tokens"] = max_new_tokens
-            ways = {}
-            for name in (PLAIN, *names):
-                generator = torch.Generator().manual_seed(seed + number)
-                if name == PLAIN:
-                    ways[name] = plain_decode(target, prompt.prompt_ids, generator=generator, **options)
-                else:
-                    ways[name] = speculative_decode(
-                        target,
-                        drafters[name],
-                        prompt.prompt_ids,
-                        generator=generator,
-                        schedule=schedule,
-                        **options,
-                    )
-            known = DecodedPrompt(id=prompt.id, group=prompt.group, prompt_ids=prompt.prompt_ids, ways=ways)
+            decoded = _decode_all(
+                target, ways, names, prompt, seed + number, {**options, "max_new_tokens": max_new_tokens}
+            )
+            known = DecodedPrompt(id=prompt.id, group=prompt.group, prompt_ids=prompt.prompt_ids, ways=decoded)
             file.add(known)
         results.append(known)
         if progress is not None:
             progress(number + 1, len(prompts))
     return results
+
+
+def _decode_all(
+    target: Any,
+    ways: Mapping[str, Way],
+    names: Sequence[str],
+    prompt: Answer,
+    seed: int,
+    options: Mapping[str, Any],
+) -> dict[str, Decoded]:
+    def generator() -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    decoded = {PLAIN: plain_decode(target, prompt.prompt_ids, generator=generator(), **options)}
+    for name in names:
+        way = ways[name]
+        decoded[name] = speculative_decode(
+            target, way.drafter, prompt.prompt_ids, generator=generator(), schedule=way.schedule, **options
+        )
+    return decoded
 
 
 def _to_dict(prompt: DecodedPrompt) -> dict[str, Any]:

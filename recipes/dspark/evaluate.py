@@ -22,20 +22,23 @@ from tokennorm.engine import ProgressPrinter, Runtime, config_to_dict, distribut
 from tokennorm.errors import DataError, DistributedError
 from tokennorm.recipes.dspark.build import build_drafter, load_answers, load_target
 from tokennorm.recipes.dspark.config import DSparkConfig
-from tokennorm.recipes.dspark.decoding import PLAIN, DecodedPrompt, DecodingFile, decode_prompts
+from tokennorm.recipes.dspark.decoding import PLAIN, DecodedPrompt, DecodingFile, Way, decode_prompts
 from tokennorm.recipes.dspark.folder import StageFolder
 from tokennorm.recipes.dspark.generate import Answer, read_answers, stop_token_ids
 
 __all__ = ["evaluate"]
 
-TRAINED, UNTRAINED = "trained", "untrained"
+TRAINED, SCHEDULED, UNTRAINED = "trained", "scheduled", "untrained"
 Say = Callable[[str], None]
 # They choose among finished prompts, or work on them.
 _NOT_SETTINGS = ("prompts_per_group", "untrained_prompts_per_group", "calibrate")
 
 
 def evaluate(config: DSparkConfig) -> dict[str, DecodeReport]:
-    """Decode the held-out prompts and report, by drafter (trained, and untrained where asked for).
+    """Decode the held-out prompts and report.
+
+    ``trained`` verifies all proposals, ``scheduled`` those that the confidence head thinks worth it; ``untrained``
+    is the drafter as it was before training.
 
     Raises:
         ConfigError: an earlier stage is missing.
@@ -50,7 +53,8 @@ def evaluate(config: DSparkConfig) -> dict[str, DecodeReport]:
         say, options = ProgressPrinter(0).say, config.evaluate
         target, results = _decode(config, folder, runtime, say)
         greedy = options.temperature == 0
-        found = {name: _report(target, results, name, greedy=greedy) for name in (UNTRAINED, TRAINED)}
+        names = (UNTRAINED, TRAINED, SCHEDULED)
+        found = {name: _report(target, results, name, greedy=greedy) for name in names}
         reports = {name: report for name, report in found.items() if report is not None}
         _write(folder, reports, say, greedy=greedy)
         if options.calibrate:
@@ -63,19 +67,21 @@ def _decode(
 ) -> tuple[Any, list[DecodedPrompt]]:
     options = config.evaluate
     target, tokenizer = load_target(config, runtime.device)
-    drafters = {TRAINED: load_drafter(folder.drafter, target=target).to(runtime.device).eval()}
-    limits = {}
+    trained = load_drafter(folder.drafter, target=target).to(runtime.device).eval()
+    ways = {TRAINED: Way(drafter=trained)}
+    if options.confidence_threshold and trained.confidence_head is not None:
+        schedule = VerificationSchedule(threshold=options.confidence_threshold)
+        ways[SCHEDULED] = Way(drafter=trained, schedule=schedule)
     if options.untrained_prompts_per_group:
         documents = load_answers(folder.answers, max_length=config.data.max_length)
-        drafters[UNTRAINED] = build_drafter(config, target, tokenizer, documents).eval()
-        limits[UNTRAINED] = options.untrained_prompts_per_group
+        new = build_drafter(config, target, tokenizer, documents).eval()
+        ways[UNTRAINED] = Way(drafter=new, prompts_per_group=options.untrained_prompts_per_group)
     prompts = _first_of_each_group(read_answers(folder.held_out), options.prompts_per_group)
     stops = stop_token_ids(target, tokenizer)
-    schedule = VerificationSchedule(threshold=options.confidence_threshold)
     settings = {
         "target": fingerprint_target(target),
         "tokenizer": fingerprint_tokenizer(tokenizer),
-        "drafter": fingerprint_weights(drafters[TRAINED]),
+        "drafter": fingerprint_weights(trained),
         "threads": torch.get_num_threads(),
         "stop_token_ids": list(stops),
         **{name: value for name, value in config_to_dict(options).items() if name not in _NOT_SETTINGS},
@@ -91,14 +97,12 @@ def _decode(
     with terminal_progress("decoding", enabled=True) as progress:
         results = decode_prompts(
             target,
-            drafters,
+            ways,
             prompts,
             file,
-            limits=limits,
             max_new_tokens=options.max_new_tokens,
             stop_token_ids=stops,
             temperature=options.temperature,
-            schedule=schedule,
             seed=options.seed,
             progress=progress,
         )
@@ -137,10 +141,10 @@ def _write(folder: StageFolder, reports: dict[str, DecodeReport], say: Say, *, g
     (folder.evaluation / "report.json").write_text(json.dumps(values, indent=1) + "\n")
     (folder.evaluation / "report.md").write_text(comparison.markdown())
     comparison.plot(folder.evaluation / "decoding.png")
-    overall = reports[TRAINED].overall
-    if greedy:
+    for name, report in reports.items() if greedy else ():
+        overall = report.overall
         ties = f" ({overall.ties} more part at a tie of the target's two likeliest tokens)" if overall.ties else ""
-        say(f"{overall.identical} of {len(overall.prompts)} answers identical to plain decoding{ties}")
+        say(f"{name}: {overall.identical} of {len(overall.prompts)} answers identical to plain decoding{ties}")
     say(f"written: {folder.evaluation}/report.md, report.json, decoding.png")
 
 

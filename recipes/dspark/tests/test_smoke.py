@@ -156,8 +156,9 @@ def test_one_command_goes_from_prompts_to_an_export_and_does_nothing_twice(
     assert len((root / "answers.jsonl").read_text().splitlines()) == 10
     # Greedy speculative decoding is the target's own greedy decoding, for an untrained drafter too.
     report = json.loads((root / "evaluation" / "report.json").read_text())
-    assert set(report) >= {"trained", "untrained"}
-    assert "4 of 4 answers identical" in lines
+    assert set(report) == {"untrained", "trained", "scheduled"}
+    assert "\ntrained: 4 of 4 answers identical" in lines
+    assert "\nscheduled: 4 of 4 answers identical" in lines
     assert list((root / "evaluation").glob("*.png"))
     target = AutoModelForCausalLM.from_pretrained(tiny_folder / "model")
     drafter = load_drafter(root / "export", target=target)
