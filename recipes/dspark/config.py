@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +49,8 @@ class AnswersConfig:
     questions about Python."""
     per_group: int | None = 400
     """Training prompts of each group; none: all of them."""
+    only: Mapping[str, int] = field(default_factory=dict)
+    """Groups that get another number of training prompts, such as: free_form 60."""
     held_out_per_group: int = 24
     """Held-out prompts of each group: for the loss during training and for the evaluation by decoding."""
     max_new_tokens: int = 128
@@ -60,6 +63,8 @@ class AnswersConfig:
     def __post_init__(self) -> None:
         per_group = self.per_group
         _require(per_group is None or per_group >= 1, "answers.per_group", per_group, "1 or more, or none for all")
+        for group, number in self.only.items():
+            _require(number >= 1, f"answers.only for {group}", number, "1 or more")
         for name in ("held_out_per_group", "max_new_tokens", "batch_size"):
             _require(getattr(self, name) >= 1, f"answers.{name}", getattr(self, name), "1 or more")
         _require(self.temperature >= 0, "answers.temperature", self.temperature, "0 (greedy) or more")
@@ -301,7 +306,9 @@ def demo() -> DSparkConfig:
     One answer per step and a Markov head that learns ten times faster: at this size many small steps do most.
     """
     return DSparkConfig(
-        answers=AnswersConfig(per_group=150, held_out_per_group=12, max_new_tokens=112),
+        answers=AnswersConfig(
+            per_group=300, only={"free_form": 60}, held_out_per_group=12, max_new_tokens=112, batch_size=60
+        ),
         cache=CacheConfig(batch_tokens=2048, shard_tokens=4096),
         draft=DrafterConfig(block_size=5, layers=1, mask_token_id=16, vocabulary=8192, markov_rank=128),
         data=DataConfig(max_length=512, anchors=32),

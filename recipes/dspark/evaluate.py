@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from tokennorm.recipes.dspark.decoding import PLAIN, DecodedPrompt, DecodingFile
 from tokennorm.recipes.dspark.folder import StageFolder
 from tokennorm.recipes.dspark.generate import Answer, read_answers, stop_token_ids
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "first_of_each_group"]
 
 TRAINED, SCHEDULED, UNTRAINED = "trained", "scheduled", "untrained"
 Say = Callable[[str], None]
@@ -76,7 +77,7 @@ def _decode(
         documents = load_answers(folder.answers, max_length=config.data.max_length)
         new = build_drafter(config, target, tokenizer, documents).eval()
         ways[UNTRAINED] = Way(drafter=new, prompts_per_group=options.untrained_prompts_per_group)
-    prompts = _first_of_each_group(read_answers(folder.held_out), options.prompts_per_group)
+    prompts = first_of_each_group(read_answers(folder.held_out), options.prompts_per_group)
     stops = stop_token_ids(target, tokenizer)
     settings = {
         "target": fingerprint_target(target),
@@ -109,13 +110,16 @@ def _decode(
     return target, results
 
 
-def _first_of_each_group(answers: Sequence[Answer], count: int) -> list[Answer]:
-    taken: dict[str, int] = {}
-    chosen = []
-    for answer in sorted(answers, key=lambda one: one.id):
-        taken[answer.group] = taken.get(answer.group, 0) + 1
-        if taken[answer.group] <= count:
-            chosen.append(answer)
+def first_of_each_group(answers: Sequence[Answer], count: int) -> list[Answer]:
+    """So many of each group, its tasks in turn; always the same ones, whatever the order of the file."""
+    chosen: list[Answer] = []
+    for group in sorted({answer.group for answer in answers}):
+        tasks: dict[str, list[Answer]] = {}
+        for answer in sorted(answers, key=lambda one: one.id):
+            if answer.group == group:
+                tasks.setdefault(answer.task, []).append(answer)
+        turns = (answer for turn in zip_longest(*tasks.values()) for answer in turn if answer is not None)
+        chosen += islice(turns, count)
     return chosen
 
 

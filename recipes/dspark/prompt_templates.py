@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from tokennorm.recipes.dspark.prompt_functions import python_function
 from tokennorm.recipes.dspark.prompt_words import (
     ANIMALS,
-    ATTRIBUTES,
     COLOURS,
     FOODS,
     RECORDS,
     THINGS,
-    TOPICS,
     Record,
     record_rows,
 )
@@ -37,24 +35,6 @@ def _multiplication_table(generator: random.Random) -> tuple[str, str]:
         f"Write a Python program that prints the multiplication table of {number} from 1 to {last}.",
     )
     return str(number), generator.choice(wordings)
-
-
-def _counting(generator: random.Random) -> tuple[str, str]:
-    step, count = generator.choice((1, 1, 1, 2, 5, 10)), generator.randint(20, 36)
-    first = generator.randint(0, 200)
-    if step > 1:
-        # Even and odd numbers, and whole steps: 40, 45, 50 rather than 43, 48, 53.
-        first -= first % step if step > 2 else 0
-    last = first + step * (count - 1)
-    shown = ", ".join(str(first + step * index) for index in range(4))
-    kind = {1: "", 2: "odd " if first % 2 else "even "}.get(step)
-    wordings = [f"Count from {first} to {last} like this: {shown}"]
-    if kind is not None:
-        wordings += [
-            f"Write the {kind}numbers from {first} to {last}.",
-            f"List all {kind}numbers from {first} to {last}.",
-        ]
-    return f"{first} {step}", generator.choice(wordings)
 
 
 def _json_object(generator: random.Random) -> tuple[str, str]:
@@ -133,78 +113,6 @@ def _html_table(generator: random.Random) -> tuple[str, str]:
     return _block(rows), generator.choice(wordings)
 
 
-def _xml(generator: random.Random) -> tuple[str, str]:
-    kind, rows = _table(generator, rows=(3, 5))
-    wordings = (
-        f"Write these records as XML, each in a <{kind}> element:\n{_block(rows)}",
-        f"Convert this CSV to XML with one <{kind}> element per row:\n{_csv(rows)}",
-    )
-    return _block(rows), generator.choice(wordings)
-
-
-def _python_dict(generator: random.Random) -> tuple[str, str]:
-    if generator.random() < 0.5:
-        items = _priced(generator)
-        text = ", ".join(f"{item} {price}" for item, price in items.items())
-        return text, f"Write a Python dictionary called prices with these items: {text}."
-    kind = generator.choice(list(RECORDS))
-    (row,) = record_rows(generator, kind, rows=1, fields=4)
-    text = (
-        f"Write a Python dictionary called {kind} with the keys {_and(list(row))}. "
-        f"The values are {_and([str(value) for value in row.values()])}."
-    )
-    return _inline(row), text
-
-
-def _python_records(generator: random.Random) -> tuple[str, str]:
-    kind, rows = _table(generator, rows=(3, 5))
-    listed = ", ".join(" ".join(map(str, row.values())) for row in rows)
-    wordings = (
-        f"Write a Python list called {kind}_list of dictionaries with the keys {_and(list(rows[0]))}: {listed}.",
-        f"Write a Python list called {kind}_list of dictionaries from these rows:\n{_block(rows)}",
-    )
-    return _block(rows), generator.choice(wordings)
-
-
-def _python_class(generator: random.Random) -> tuple[str, str]:
-    kind = generator.choice((*RECORDS, *THINGS))
-    attributes = generator.sample(ATTRIBUTES, 3)
-    wordings = (
-        f"Write a Python class named {kind.capitalize()} with the attributes {_and(attributes)}.",
-        f"Write a Python class named {kind.capitalize()} with the attributes {_and(attributes)}, and a method to "
-        "print them.",
-    )
-    return f"{kind} {sorted(attributes)}", generator.choice(wordings)
-
-
-def _sql_table(generator: random.Random) -> tuple[str, str]:
-    kind, attributes = generator.choice((*RECORDS, *THINGS)), generator.sample(ATTRIBUTES, 3)
-    wordings = (
-        f"Write a SQL statement that creates a table named {kind}s with the columns id, {_and(attributes)}.",
-        f"Write the SQL code of a table {kind}s (id, {', '.join(attributes)}).",
-    )
-    return f"{kind} {sorted(attributes)}", generator.choice(wordings)
-
-
-def _packing_list(generator: random.Random) -> tuple[str, str]:
-    items = generator.sample(generator.choice((FOODS, THINGS)), generator.randint(6, 10))
-    wordings = (
-        f"Write a packing list with these items: {', '.join(items)}.",
-        f"Write a packing list for these {len(items)} items: {', '.join(items)}",
-    )
-    return ", ".join(items), generator.choice(wordings)
-
-
-def _outline(generator: random.Random) -> tuple[str, str]:
-    topic = generator.choice(TOPICS)
-    sections = generator.sample(("History", "Basics", "Equipment", "Costs", "Safety", "Tips", "Mistakes"), 3)
-    wordings = (
-        f"Write an outline about {topic} with the headings {_and(sections)}.",
-        f"Write a short outline of a talk about {topic} with three numbered points: {_and(sections)}.",
-    )
-    return f"{topic}: {sorted(sections)}", generator.choice(wordings)
-
-
 def _table(generator: random.Random, *, rows: tuple[int, int]) -> tuple[str, list[Record]]:
     kind = generator.choice(list(RECORDS))
     fields = generator.randint(2, min(3, len(RECORDS[kind])))
@@ -243,13 +151,8 @@ def _block(rows: list[Record]) -> str:
     return "\n".join(_inline(row) for row in rows)
 
 
-def _csv(rows: list[Record]) -> str:
-    return "\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)])
-
-
 TASKS: dict[str, Task] = {
     "multiplication_table": _multiplication_table,
-    "counting": _counting,
     "json_object": _json_object,
     "json_map": _json_map,
     "csv_table": _csv_table,
@@ -257,13 +160,6 @@ TASKS: dict[str, Task] = {
     "html_list": _html_list,
     "html_select": _html_select,
     "html_table": _html_table,
-    "xml": _xml,
     "python_function": python_function,
-    "python_class": _python_class,
-    "python_dict": _python_dict,
-    "python_records": _python_records,
-    "sql_table": _sql_table,
-    "packing_list": _packing_list,
-    "outline": _outline,
 }
 """The structured tasks by name, in the order in which prompts are drawn."""

@@ -6,12 +6,10 @@ import random
 
 __all__ = [
     "ANIMALS",
-    "ATTRIBUTES",
     "COLOURS",
     "FOODS",
     "RECORDS",
     "THINGS",
-    "TOPICS",
     "TOWNS",
     "Record",
     "record_rows",
@@ -46,12 +44,6 @@ JOBS = _words("teacher nurse baker driver painter farmer lawyer pilot cook tailo
 TITLES = _words("River Garden Winter Island Harbour Forest Letter Mirror Bridge Silence Storm Journey")
 SUBJECTS = _words("math physics history art music biology chemistry geography English sports")
 MAKERS = _words("Toyota Ford Fiat Honda Volvo Nissan Mazda Skoda Renault Opel Kia Audi")
-TOPICS = _words(
-    "bread gardening swimming chess cycling painting photography hiking cooking reading running music sailing "
-    "camping pottery knitting fishing dancing astronomy recycling budgeting saving sleeping studying travelling "
-    "volcanoes rivers bees trees oceans bridges trains clocks maps"
-)
-ATTRIBUTES = _words("name color price size weight year owner length width height material brand label status city")
 
 # A kind of record: its fields, each with its values.
 RECORDS: dict[str, dict[str, tuple[str, ...] | range]] = {

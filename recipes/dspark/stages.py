@@ -59,25 +59,27 @@ def generate(config: DSparkConfig) -> None:
 
 
 def choose_prompts(config: AnswersConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """The training prompts and the held-out ones, those of each group evenly spread over its tasks."""
-    if config.prompts == "embedded":
-        prompts = embedded_prompts(train=config.per_group, held_out=config.held_out_per_group)
-    else:
-        prompts = _first_of_each_group(read_prompts(config.prompts), config)
-    return [p for p in prompts if not p.held_out], [p for p in prompts if p.held_out]
+    """The training prompts and the held-out ones: the first of each group, its tasks in turn.
 
-
-def _first_of_each_group(prompts: list[Prompt], config: AnswersConfig) -> list[Prompt]:
+    Raises:
+        ConfigError: ``only`` names a group that is not there.
+    """
+    prompts = embedded_prompts() if config.prompts == "embedded" else read_prompts(config.prompts)
+    groups = {prompt.group for prompt in prompts}
+    unknown = sorted(set(config.only) - groups)
+    if unknown:
+        raise ConfigError(
+            f"answers.only names the group {unknown[0]!r}", fix=f"the groups are: {', '.join(sorted(groups))}"
+        )
     taken: dict[tuple[str, bool], int] = {}
-    kept = []
+    chosen: tuple[list[Prompt], list[Prompt]] = ([], [])
     for prompt in prompts:
-        key, limit = (prompt.group, prompt.held_out), config.per_group
-        if prompt.held_out:
-            limit = config.held_out_per_group
+        key = (prompt.group, prompt.held_out)
+        limit = config.held_out_per_group if prompt.held_out else config.only.get(prompt.group, config.per_group)
         taken[key] = taken.get(key, 0) + 1
         if limit is None or taken[key] <= limit:
-            kept.append(prompt)
-    return kept
+            chosen[prompt.held_out].append(prompt)
+    return chosen
 
 
 def cache(config: DSparkConfig) -> None:
