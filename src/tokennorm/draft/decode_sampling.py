@@ -37,8 +37,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
         ``[N]`` int64: the first index whose cumulative weight exceeds ``uniform`` of the total.
     """
     # In float64: float32 sums of a large vocabulary would lose the rare tokens.
-    cumulative = weights.to(torch.float64).cumsum(dim=-1)
-    total = cumulative[:, -1:]
+    cumulative = weights.to(torch.float64).cumsum(dim=-1).contiguous()
+    total = cumulative[:, -1:].contiguous()
     found = torch.searchsorted(cumulative, uniform.to(torch.float64).unsqueeze(-1) * total, right=True)
     # A product that was rounded up to the total would fall off the end.
     last = torch.searchsorted(cumulative, total)
