@@ -13,7 +13,18 @@ import torch
 from tokennorm.audit import Sample
 from tokennorm.recipes.common.quiet import quiet_transformers
 
-__all__ = ["CHATS", "LONG", "LONGEST", "MASK", "UNSUPERVISED", "answers", "build_folder", "samples", "write_chats"]
+__all__ = [
+    "CHATS",
+    "LONG",
+    "LONGEST",
+    "MASK",
+    "UNSUPERVISED",
+    "answers",
+    "build_folder",
+    "build_tokenizer",
+    "samples",
+    "write_chats",
+]
 
 Chat = list[dict[str, str]]
 
@@ -80,16 +91,11 @@ def answers() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return found
 
 
-def build_folder(folder: Path, *, layers: int = 1) -> Path:
-    """Write a tiny Llama and its tokenizer into ``folder/model``, as the hub would have it.
-
-    Args:
-        folder: exists.
-        layers: of the model.
-    """
+def build_tokenizer() -> Any:
+    """A Hugging Face tokenizer of whole words, with a chat template."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -97,6 +103,19 @@ def build_folder(folder: Path, *, layers: int = 1) -> Path:
         tokenizer_object=words, eos_token=_END, pad_token=_END, additional_special_tokens=[_START]
     )
     tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def build_folder(folder: Path, *, layers: int = 1) -> Path:
+    """Write a tiny Llama and its tokenizer into ``folder/model``, as the hub would have it.
+
+    Args:
+        folder: exists.
+        layers: of the model.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(

@@ -33,7 +33,7 @@ def test_the_command_alone_says_how_it_is_used(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("usage: tokennorm audit WHAT")
     assert cli.main(["audit", "--help"]) == 0
     assert cli.main(["audit", "nothing"]) == 1
-    assert "use one of: sft, dspark" in capsys.readouterr().err
+    assert "use one of: sft, dspark, trainer" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         cli.main(["audit", "sft", "--rank", "x"])
     assert ended.value.code == 2

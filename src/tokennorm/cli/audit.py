@@ -6,6 +6,7 @@ Exit code 0: exact. 1: not exact, or an error. 2: wrong usage.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import sys
 import time
@@ -26,6 +27,7 @@ usage: tokennorm audit WHAT [options]
 what:
   sft        the fine-tuning recipe (tokennorm train sft), on a tiny model
   dspark     the drafter's recipe (tokennorm train dspark), on a tiny target
+  trainer    a Hugging Face Trainer, TRL's SFTTrainer, or a subclass of one, by its import path
 
 tokennorm audit WHAT --help shows its options. For a loop of your own: tokennorm.audit.audit_loop (docs/audit.md).
 Exit code: 0 exact, 1 not exact, 2 wrong usage.
@@ -51,9 +53,58 @@ def _audit_recipe(name: str, extra: str, rest: list[str]) -> int:
     return _report(lambda **common: audit(splits=splits, **common), options)
 
 
+def _audit_trainer(rest: list[str]) -> int:
+    parser = _parser(
+        "trainer",
+        "Audit a Hugging Face Trainer, TRL's SFTTrainer or a subclass, with a tiny model. The exit code is the "
+        "gradient's; losses that are logged or evaluated wrong are reported.",
+        ranks=(1, 2),
+    )
+    parser.add_argument("target", help="import path: transformers:Trainer, trl:SFTTrainer, my.module:MyTrainer")
+    parser.add_argument("--model", default="llama", help="architecture (model_type): llama, qwen3, mixtral, ...")
+    parser.add_argument(
+        "--kwargs",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="training arguments, such as label_smoothing_factor=0.1",
+    )
+    parser.add_argument(
+        "--integration", action="store_true", help="make it exact first (tokennorm.integrations.hf)"
+    )
+    parser.add_argument("--no-packed", action="store_true", help="leave out the packed layouts")
+    options = parser.parse_args(rest)
+    arguments = dict(_key_and_value(one, parser) for one in options.kwargs)
+    audit = import_extra("tokennorm.recipes.audit.trainer", extra="integrations").audit_trainer
+    return _report(
+        lambda **common: audit(
+            options.target,
+            model=options.model,
+            arguments=arguments,
+            integration=options.integration,
+            ranks=options.ranks,
+            packed=not options.no_packed,
+            **common,
+        ),
+        options,
+    )
+
+
+def _key_and_value(text: str, parser: argparse.ArgumentParser) -> tuple[str, Any]:
+    """``key=value``, the value as Python reads it, or else the text itself."""
+    key, sign, value = text.partition("=")
+    if not sign:
+        parser.error(f"--kwargs {text}: give KEY=VALUE")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
 _AUDITS: dict[str, Callable[[list[str]], int]] = {
     "sft": lambda rest: _audit_recipe("sft", "train", rest),
     "dspark": lambda rest: _audit_recipe("dspark", "draft", rest),
+    "trainer": _audit_trainer,
 }
 
 

@@ -26,8 +26,9 @@ commands:
   draft STAGE    the stages around a drafter: generate, cache, evaluate, export, or run: all of them
                    tokennorm draft run --config demo          a drafter for SmolLM2-135M, from prompts to export
                    tokennorm draft STAGE --help               every option
-  audit WHAT     prove a training loop right, or name its mistake: sft and dspark, the recipes themselves
+  audit WHAT     prove a training loop right, or name its mistake: sft or dspark (our recipes), or trainer
                    tokennorm audit sft                        34 layouts of ranks, micro-batches and packs
+                   tokennorm audit trainer transformers:Trainer --model mixtral
   fetch MODEL    bring an embedded model to this machine: smollm2-135m
 
 options:
