@@ -11,6 +11,7 @@ import torch
 import tokennorm.draft.decode_rules as rules_module
 from tests.draft.decode_toy import VOCAB, Oracle, drafter_for, lively_target, prompts
 from tokennorm.draft import Decoded, HiddenStateCapture, plain_decode, speculative_decode
+from tokennorm.draft.decode import up_to_stop
 from tokennorm.draft.decode_sampling import verify_greedy
 from tokennorm.draft.decode_target import TargetSteps
 
@@ -127,10 +128,16 @@ def test_output_ends_at_the_first_stop_token() -> None:
             if decoded.rounds:
                 last = decoded.rounds[-1]
                 endings.add((last.ended, last.accepted < last.proposed))
-                # An accepted one is counted, the ones behind it are not.
+                # An accepted one is counted, the ones behind it are not, neither as accepted nor as proposed.
                 assert last.ended == (last.emitted == last.accepted)
-    # In the middle of an accepted run, at its end, as the target's own after a rejection or after all.
-    assert endings == {(True, True), (True, False), (False, True), (False, False)}
+    # As an accepted token, as the target's own after a rejection or after all.
+    assert endings == {(True, False), (False, True), (False, False)}
+
+
+def test_nothing_counts_as_proposed_behind_a_drafted_stop_token() -> None:
+    """Also where the stop token is rejected: otherwise later proposals would be counted only where they fail."""
+    for drafted, proposed in (([], 0), ([1, 2], 2), ([7], 1), ([1, 7, 2], 2), ([1, 2, 7, 7], 3)):
+        assert up_to_stop(drafted, frozenset({7})) == proposed
 
 
 def test_every_position_goes_through_the_target_once(monkeypatch: pytest.MonkeyPatch) -> None:

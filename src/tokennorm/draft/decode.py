@@ -101,13 +101,16 @@ def _decode(target: Any, drafter: DraftModel, request: Request, schedule: Verifi
         target_seconds += clock.lap()
         new, ended = _emit(drafted_ids[:count], own, request.stop_token_ids)
         tokens += new
+        # What was drafted behind a stop token is no proposal: counted only where the stop token is rejected, it
+        # would make the survival of later proposals look worse than it is.
+        proposed = up_to_stop(drafted_ids, request.stop_token_ids)
         rounds.append(
             Round(
-                proposed=len(drafted_ids),
+                proposed=proposed,
                 accepted=len(new) if ended else count,
                 emitted=len(new),
                 ended=ended,
-                confidence=None if confidence is None else tuple(confidence.tolist()),
+                confidence=None if confidence is None else tuple(confidence[:proposed].tolist()),
             )
         )
         other += clock.lap()
@@ -144,6 +147,11 @@ def _draft(
     hidden = hidden[:, : drafter.config.first_supervised_slot + limit]
     proposal = propose(drafter, hidden, anchor, choose=rule.choose, keep_going=schedule.start())
     return proposal.token_ids[0], None if proposal.confidence is None else proposal.confidence[0]
+
+
+def up_to_stop(drafted: list[int], stop_token_ids: frozenset[int]) -> int:
+    """How many tokens there are up to the first stop token, that included."""
+    return next((n for n, token in enumerate(drafted, start=1) if token in stop_token_ids), len(drafted))
 
 
 def _emit(accepted: list[int], own: int, stop_token_ids: frozenset[int]) -> tuple[list[int], bool]:

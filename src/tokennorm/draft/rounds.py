@@ -12,7 +12,7 @@ class Round:
     """One draft-and-verify round of speculative decoding.
 
     Attributes:
-        proposed: drafted tokens that were verified, 0 to ``num_proposals``.
+        proposed: drafted tokens that were verified, 0 to ``num_proposals``, up to the first stop token among them.
         accepted: how many of them were accepted; a stop token that was accepted ends the count.
         emitted: tokens that the round added to the output: the accepted ones and the target's own, cut by a stop
             token or by the length.
