@@ -10,8 +10,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, models
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+)
 
 from tokennorm.audit import Sample, collate, make_samples
 
@@ -26,6 +34,8 @@ _SIZES = {
     "num_key_value_heads": 1,
     "initializer_range": 0.3,
     "pad_token_id": 0,
+    # As the Trainer sets it. With a cache transformers does not keep the documents of a flattened row apart.
+    "use_cache": False,
 }
 
 
@@ -88,6 +98,23 @@ def arguments(cls: type = TrainingArguments, **options: Any) -> Any:
         "ddp_find_unused_parameters": False,
     }
     return cls(**{**defaults, **options})
+
+
+def tokenizer() -> Any:
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t1"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t2", unk_token="t1")
+
+
+def sft_arguments(**options: Any) -> Any:
+    from trl import SFTConfig
+
+    defaults = {
+        "bf16": False,
+        "activation_checkpointing": False,
+        # The rows are tokens and labels already; TRL would drop those without a supervised token.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+    return arguments(SFTConfig, **{**defaults, **options})
 
 
 class Recording(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""The Trainer on two ranks (DDP, gloo). All scenarios run in one spawn: a rank's imports cost more than they do."""
+"""The Trainer on two ranks (DDP, gloo). All scenarios run in one spawn: a rank's imports cost more than that."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
+from trl import SFTTrainer
 
 from tests.integrations import hf_toy as toy
 from tokennorm.errors import ConfigError
@@ -59,6 +61,43 @@ def evaluate(cls: Any, collator: Any, batch_size: int, **options: Any) -> dict[s
     return run.evaluate()
 
 
+def fine_tune(make: Callable[..., Any]) -> dict[str, Any]:
+    model = make(torch.float32)
+    run = exact(SFTTrainer)(
+        model=model,
+        args=toy.sft_arguments(gradient_accumulation_steps=2, ddp_find_unused_parameters=True),
+        train_dataset=Dataset.from_list(toy.rows(ORDER)),
+        processing_class=toy.tokenizer(),
+        optimizers=(toy.Recording(model), None),
+    )
+    run.train()
+    return {"gradients": run.optimizer.optimizer.seen, "log": run.state.log_history}
+
+
+def evaluate_packs(batch_size: int) -> dict[str, float]:
+    """Rows of several documents, several such rows in one."""
+    data = Dataset.from_list(
+        [
+            {"input_ids": row["input_ids"], "completion_mask": [int(label != -100) for label in row["labels"]]}
+            for row in toy.rows(EVALUATED)
+        ]
+    )
+    run = exact(SFTTrainer)(
+        model=toy.dense(torch.float32),
+        args=toy.sft_arguments(
+            per_device_eval_batch_size=batch_size,
+            packing=True,
+            max_length=56,
+            dataset_kwargs=None,
+            completion_only_loss=True,
+        ),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=toy.tokenizer(),
+    )
+    return {**run.evaluate(), "rows": len(run.eval_dataset)}
+
+
 def refused(action: Callable[[], Any]) -> str:
     try:
         action()
@@ -97,6 +136,11 @@ def scenarios(rank: int, ranks: int) -> dict[str, Any]:
             data_collator=toy.pad,
         )
     )
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    found["SFT dense"] = fine_tune(toy.dense)
+    found["SFT mixture"] = fine_tune(toy.mixture)
+    for batch_size in (1, 2):
+        found[f"packs {batch_size}"] = evaluate_packs(batch_size)
     found["rank means"] = refused(
         lambda: exact()(model=toy.dense(), args=toy.arguments(average_tokens_across_devices=False))
     )
@@ -170,3 +214,25 @@ def test_evaluation_of_a_mixture(found: list[dict[str, Any]]) -> None:
 
 def test_a_mean_of_rank_means_is_refused(found: list[dict[str, Any]]) -> None:
     assert "average_tokens_across_devices" in found[0]["rank means"]
+
+
+@pytest.mark.parametrize("make", [toy.dense, toy.mixture])
+def test_sft(found: list[dict[str, Any]], make: Any) -> None:
+    expected = [toy.truth(make(), window) for window in dealt_windows()]
+    for rank in found:
+        for got, want in zip(rank[f"SFT {make.__name__}"]["gradients"], expected, strict=True):
+            assert toy.error(got, want.gradient) < 2e-6
+    result = found[0][f"SFT {make.__name__}"]
+    assert logged(result, "loss") == pytest.approx([want.loss for want in expected], rel=1e-6)
+    lengths = [len(toy.POOL[number].input_ids) for number in ORDER]
+    # In the short last window as well.
+    assert logged(result, "num_tokens") == [sum(lengths[:4]), sum(lengths[:8]), sum(lengths)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_sft_evaluation_of_packs(found: list[dict[str, Any]], batch_size: int) -> None:
+    result = found[1][f"packs {batch_size}"]
+    assert result["rows"] % 2 == 1  # so that the loader repeats a row
+    supervised = [number for number in EVALUATED if number != 11]  # TRL drops the others
+    want = toy.truth(toy.dense(), next(toy.windows(supervised, len(supervised)))).loss
+    assert result["eval_loss"] == pytest.approx(want, rel=1e-6)

@@ -134,8 +134,20 @@ def test_a_loss_scaler_is_undone_before_clipping_as_ever() -> None:
         assert toy.error(got, want.gradient * min(1.0, 3.0 / want.gradient.norm())) < 1e-6
 
 
-def test_flattened_micro_batches() -> None:
-    run = trainer(per_device_train_batch_size=2, data_collator=toy.flatten, gradient_accumulation_steps=2)
+def test_bfloat16_autocast() -> None:
+    run = trainer(model=toy.dense(torch.float32), bf16=True)
+    run.train()
+    for got, want in zip(gradients(run), truths(toy.dense()), strict=True):
+        assert toy.error(got, want.gradient) < 2e-2
+
+
+def test_flattened_micro_batches_recomputed_in_backward() -> None:
+    run = trainer(
+        per_device_train_batch_size=2,
+        data_collator=toy.flatten,
+        gradient_accumulation_steps=2,
+        activation_checkpointing=True,
+    )
     run.train()
     for got, want in zip(gradients(run), truths(toy.dense(), per_window=4), strict=True):
         assert toy.error(got, want.gradient) < 1e-13
@@ -343,6 +355,39 @@ def test_a_loss_of_ones_own() -> None:
         float(sum(n for n, _ in sums) / sum(d for _, d in sums)), rel=1e-12
     )
     assert metrics["eval_ones"] == pytest.approx(1.0)
+
+
+class OnlyLateTokens(token_normalised(Trainer)):
+    """The model's own losses, of some of its tokens."""
+
+    def token_losses(self, model: Any, inputs: Any) -> TokenLosses:
+        part = super().token_losses(model, inputs)
+        return TokenLosses(losses=3 * part.losses, outputs=part.outputs)
+
+    def token_weights(self, inputs: Any) -> Tensor:
+        weights = super().token_weights(inputs)
+        return weights & (torch.arange(weights.shape[1]) > 1)
+
+
+def test_other_tokens_of_the_models_own_losses() -> None:
+    run = trainer(OnlyLateTokens)
+    run.train()
+    for got, window in zip(gradients(run), toy.windows(ORDER, 3), strict=True):
+        late = [
+            {**batch, "labels": batch["labels"].index_fill(1, torch.tensor([0, 1, 2]), -100)} for batch in window
+        ]
+        # Llama's norms round to float32, differently at three times the scale.
+        assert toy.error(got, 3 * toy.truth(toy.dense(), late).gradient) < 1e-6
+
+
+class CallsByName(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Trainer.__init__(self, *args, **kwargs)
+
+
+def test_a_constructor_that_goes_past_the_exact_one_is_noticed() -> None:
+    with pytest.raises(ConfigError, match=r"super\(\).__init__"):
+        trainer(token_normalised(CallsByName)).train()
 
 
 # Evaluation.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokennorm.integrations.hf.checks import refuse_unsized
-from tokennorm.integrations.hf.token_losses import TokenLosses, total_sum
+from tokennorm.integrations.hf.token_losses import TokenLosses, count_of, total_sum
 from tokennorm.loss import RatioSum, merge_ratios, reduce_ratios
 
 __all__ = ["SAMPLE_LENGTHS", "EvaluationSums", "NotingLengths"]
@@ -73,7 +73,7 @@ class EvaluationSums:
         if keep is not None:
             weights = torch.where(keep, weights, torch.zeros_like(weights))
         chosen = weights != 0
-        count = weights.sum() if weights.dtype == torch.bool else weights.sum(dtype=torch.float64)
+        count = count_of(weights)
 
         def weighted_sum(values: Tensor) -> Tensor:
             values = values.detach().view(weights.shape)

@@ -44,6 +44,8 @@ class TokenNormalisedSFTTrainer(TokenNormalisedTrainer, SFTTrainer):
         """Which tokens count: ``[B, S-1]`` bool; TRL's head has no loss for what would follow the last token."""
         return targets_of(inputs)[:, :-1] != IGNORED
 
+    _weights_of_labels = token_weights
+
     def token_losses(self, model: Any, inputs: dict[str, Any]) -> TokenLosses:
         """By TRL's fused head, with the entropy and the accuracy of the same tokens."""
         inputs = {**inputs, "use_cache": False}

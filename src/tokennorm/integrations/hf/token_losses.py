@@ -15,11 +15,13 @@ from tokennorm.errors import DataError, PatchError
 __all__ = [
     "IGNORED",
     "TokenLosses",
+    "count_of",
     "losses_of_logits",
     "losses_of_model",
     "targets_of",
     "total_sum",
     "total_tokens",
+    "weighted_losses",
     "without_labels",
 ]
 
@@ -111,6 +113,18 @@ def losses_of_logits(logits: Tensor, targets: Tensor, *, label_smoothing: float 
         label_smoothing=label_smoothing,
     )
     return losses.new_zeros(len(targets)).index_copy(0, rows, losses)
+
+
+def weighted_losses(part: TokenLosses, weights: Tensor) -> Tensor:
+    """Losses times weights, flat; what does not count is left out before the product (it may be NaN)."""
+    losses, weights = part.losses.flatten(), weights.flatten()
+    losses = torch.where(weights != 0, losses, torch.zeros_like(losses))
+    return losses if weights.dtype == torch.bool else losses * weights.to(losses)
+
+
+def count_of(weights: Tensor) -> Tensor:
+    """0-d: how many tokens count, or the sum of their weights."""
+    return weights.sum() if weights.dtype == torch.bool else weights.sum(dtype=torch.float64)
 
 
 def total_sum(values: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from tokennorm.integrations.hf.evaluation import SAMPLE_LENGTHS, EvaluationSums,
 from tokennorm.integrations.hf.token_losses import (
     IGNORED,
     TokenLosses,
+    count_of,
     losses_of_logits,
     losses_of_model,
     targets_of,
     total_tokens,
+    weighted_losses,
     without_labels,
 )
 from tokennorm.integrations.hf.window import TrainingWindow, WindowSums
@@ -76,17 +78,20 @@ class TokenNormalisedTrainer(Trainer):
         """Which tokens count: ``[B, S]`` bool in the order of the losses (float: how much each counts)."""
         return targets_of(inputs) != IGNORED
 
+    # The losses are 0 where these weights are: their plain sum will do.
+    _weights_of_labels = token_weights
+
     def prepare_token_losses(self, model: Any) -> None:
-        """Make the model return token losses to who asks; nothing to do for a ``token_losses`` of one's own.
+        """Make the model return token losses to who asks for them.
 
         Raises:
-            PatchError: it can't be made to.
+            PatchError: it can't be made to, and :meth:`token_losses` was not overridden.
         """
-        if type(self).token_losses is not TokenNormalisedTrainer.token_losses:
-            return
         try:
             apply_chunked_token_loss_patch(model, on_request=True)
         except PatchError as error:
+            if type(self).token_losses is not TokenNormalisedTrainer.token_losses:
+                return
             fix = (
                 "override token_losses (see token_normalised) with a loss of every token, from the model's logits."
             )
@@ -100,6 +105,12 @@ class TokenNormalisedTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, *_args: Any, **_kwargs: Any
     ) -> Any:
         """Fetch the micro-batches of a window and count it, over all ranks, before its first backward."""
+        if "_window" not in self.__dict__:
+            raise ConfigError(
+                f"the constructor of {type(self).__name__} called Trainer.__init__ by name",
+                why="the exact trainer's own constructor never ran.",
+                fix="call super().__init__(...).",
+            )
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
@@ -114,7 +125,7 @@ class TokenNormalisedTrainer(Trainer):
             self._window.give_up()
             model: Any = self.model
             model.zero_grad()
-        return batches, self._window.begin([_count(self.token_weights(batch)) for batch in batches])
+        return batches, self._window.begin([count_of(self.token_weights(batch)) for batch in batches])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one micro-batch; its loss is the exact one, or an error is raised."""
@@ -136,11 +147,12 @@ class TokenNormalisedTrainer(Trainer):
         part = self.token_losses(model, inputs)
         weights = self.token_weights(inputs)
         if self._window.in_training_step:
-            loss = self._window.add(part, weights, total_tokens(inputs, weights))
+            plain = type(self).token_weights is type(self)._weights_of_labels
+            loss = self._window.add(part, weights, total_tokens(inputs, weights), plain_sum=plain)
         else:
             if self._evaluation is not None:
                 self._evaluation.add(part, weights)
-            loss = (part.losses.flatten() * weights.flatten()).sum() / weights.sum()
+            loss = weighted_losses(part, weights).sum() / weights.sum()
         return (loss, {} if part.outputs is None else part.outputs) if return_outputs else loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +285,3 @@ class _WindowEvents(TrainerCallback):
     def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
         """Close the window; an error here comes before the optimizer has moved."""
         self._trainer._close_window()
-
-
-def _count(weights: Tensor) -> Tensor:
-    return weights.sum() if weights.dtype == torch.bool else weights.sum(dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokennorm.errors import ConfigError, EmptyWindowError
-from tokennorm.integrations.hf.token_losses import TokenLosses, total_sum
+from tokennorm.integrations.hf.token_losses import TokenLosses, count_of, total_sum, weighted_losses
 from tokennorm.kit import TokenNormedLossKit
 from tokennorm.loss import LossTerm, RatioSum, reduce_ratios
 
@@ -125,13 +125,14 @@ class TrainingWindow:
         finally:
             self._step = None
 
-    def add(self, part: TokenLosses, weights: Tensor, total_tokens: int | Tensor) -> Tensor:
+    def add(self, part: TokenLosses, weights: Tensor, total_tokens: int | Tensor, *, plain_sum: bool) -> Tensor:
         """Add one micro-batch; the loss for backward.
 
         Args:
             part: its token losses.
             weights: ``[B, S]``, which tokens count (bool) or how much (float).
             total_tokens: tokens that are not padding.
+            plain_sum: the losses are 0 where the weights are, and the weights are 1 elsewhere.
         """
         assert self._kit is not None
         assert self._step is not None
@@ -141,12 +142,9 @@ class TrainingWindow:
                 why="its tokens are in no count.",
                 fix="don't override get_batch_samples; call super().training_step once per micro-batch.",
             )
-        if weights.dtype == torch.bool:
-            # Directly on what the model returned: the operator can tell that its upstream gradient is one number.
-            loss_sum, count = part.losses.sum(), weights.sum()
-        else:
-            loss_sum = (part.losses.flatten() * weights.flatten().to(part.losses)).sum()
-            count = weights.sum(dtype=torch.float64)
+        # Directly on what the model returned: the operator can tell that its upstream gradient is one number.
+        loss_sum = part.losses.sum() if plain_sum else weighted_losses(part, weights).sum()
+        count = count_of(weights)
         router = self._router(part, loss_sum, count)
         loss = self._kit.accumulate_microbatch(
             loss_sum=loss_sum,
@@ -209,13 +207,18 @@ class TrainingWindow:
 
         Raises:
             KitUsageError: a micro-batch is missing, or has other tokens than were counted.
+            EmptyWindowError: an accelerator's window had no token (on the CPU :meth:`begin` has noticed).
         """
         assert self._kit is not None
-        stats = self._kit.reduce_window()
+        try:
+            stats = self._kit.reduce_window()
+            loss_sum, count = stats.global_loss_sum, stats.global_effective_tokens
+        except EmptyWindowError as error:
+            raise _no_tokens(error) from error
         self._counts = None
         self._kit.reset(discard=True)
-        loss = RatioSum(stats.global_loss_sum, stats.global_effective_tokens)
-        if keep_non_finite or math.isfinite(stats.global_loss_sum):
+        loss = RatioSum(loss_sum, count)
+        if keep_non_finite or math.isfinite(loss_sum):
             for sums in (self.since_log, self.since_start):
                 sums.loss = sums.loss + loss
                 if self._has_router:
