@@ -104,6 +104,9 @@ class TrainerLoop:
         """A new tiny model and its optimizer."""
         from accelerate.state import AcceleratorState, GradientState
 
+        if not gc.get_freeze_count():
+            # Trainer and Accelerate collect garbage at every turn; leave out what was imported before.
+            gc.freeze()
         # What an earlier layout in this process has configured.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
