@@ -7,10 +7,13 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format survey bench model clean
+.PHONY: demo drafter test check format survey bench bench-drafter model clean
 
 demo: model  ## fine-tune SmolLM2-135M on the embedded question-answer set (about 5 minutes on 2 free cores)
 	$(BIN)/tokennorm train sft --config demo
+
+drafter: model  ## train a drafter for SmolLM2-135M and decode with it (about 15 minutes on 2 free cores)
+	$(BIN)/tokennorm draft run --config demo
 
 test: model  ## every test
 	$(BIN)/python -m pytest -q
@@ -27,6 +30,9 @@ format: $(STAMP)
 
 survey: $(STAMP)  ## every causal-LM class that transformers can build, patched against unpatched
 	$(BIN)/python -m benchmarks.architectures
+
+bench-drafter: model  ## train and decode with drafters in several ways (about three hours of CPU)
+	$(BIN)/python -m benchmarks.dspark_smollm2
 
 bench: $(STAMP)  ## time and memory of the cross-entropy operator
 	$(BIN)/python -m benchmarks.cross_entropy

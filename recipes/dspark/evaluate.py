@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = ["evaluate", "first_of_each_group"]
 
 TRAINED, SCHEDULED, UNTRAINED = "trained", "scheduled", "untrained"
 Say = Callable[[str], None]
+_SAY_EVERY_SECONDS = 30
 # They choose among finished prompts, or work on them.
 _NOT_SETTINGS = ("prompts_per_group", "untrained_prompts_per_group", "calibrate")
 
@@ -95,7 +97,7 @@ def _decode(
         f"{'greedy' if options.temperature == 0 else f'temperature {options.temperature}'}"
         + (f"; {known} are decoded already" if known else "")
     )
-    with terminal_progress("decoding", enabled=True) as progress:
+    with terminal_progress("decoding", enabled=True) as bar:
         results = decode_prompts(
             target,
             ways,
@@ -105,9 +107,22 @@ def _decode(
             stop_token_ids=stops,
             temperature=options.temperature,
             seed=options.seed,
-            progress=progress,
+            progress=bar or _say_now_and_then(say),
         )
     return target, results
+
+
+def _say_now_and_then(say: Say) -> Callable[[int, int], None]:
+    """Where there is no terminal for a bar: a line every half minute."""
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SAY_EVERY_SECONDS and done < total:
+            last = time.monotonic()
+            say(f"decoded {done}/{total}")
+
+    return progress
 
 
 def first_of_each_group(answers: Sequence[Answer], count: int) -> list[Answer]:
