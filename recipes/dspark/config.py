@@ -98,7 +98,7 @@ class DrafterConfig:
     block_size: int = 7
     """Slots of a block."""
     layers: int = 5
-    """Draft layers."""
+    """Number of draft layers; the paper has five."""
     target_layers: tuple[int, ...] | None = None
     """Layers of the target whose outputs the drafter reads, counted from 0 (-1: the embedding); by default five,
     spread evenly."""
