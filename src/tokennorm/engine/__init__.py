@@ -19,6 +19,7 @@ from tokennorm.engine.loop import LoopConfig, TrainReport, WindowSource, train
 from tokennorm.engine.objective import Batch, CausalLMObjective, Objective, ObjectiveOutput
 from tokennorm.engine.optim import OptimConfig, build_optimizer, build_scheduler, learning_rate_factor
 from tokennorm.engine.progress import ProgressPrinter, format_step_line
+from tokennorm.engine.refused import RefusedFolder, RefusedMicroBatch
 from tokennorm.engine.rng import capture_rng_state, restore_rng_state, seed_everything
 from tokennorm.engine.run_folder import RunFolder, config_to_dict
 
@@ -34,6 +35,8 @@ __all__ = [
     "ObjectiveOutput",
     "OptimConfig",
     "ProgressPrinter",
+    "RefusedFolder",
+    "RefusedMicroBatch",
     "RunFolder",
     "Runtime",
     "StepReport",

@@ -118,6 +118,8 @@ class CheckpointStore:
         if engine.scheduler is not None:
             engine.scheduler.load_state_dict(state["scheduler"])
         engine.scaler.load_state_dict(state["scaler"])
+        if engine.token_loss_kit.loss_guard is not None:
+            engine.token_loss_kit.loss_guard.load_state_dict(state["guard"])
         engine.step = manifest["step"]
         own = payloads[_RANKS][self.runtime.rank]
         restore_rng_state(own["rng"], engine.device)
@@ -147,10 +149,12 @@ class CheckpointStore:
 
 
 def _optimizer_payload(engine: Engine) -> dict[str, Any]:
+    guard = engine.token_loss_kit.loss_guard
     return {
         "optimizer": engine.optimizer.state_dict(),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "scaler": engine.scaler.state_dict(),
+        "guard": None if guard is None else guard.state_dict(),
     }
 
 
@@ -194,4 +198,6 @@ def _compare_optimizers(saved: Mapping[str, Any], engine: Engine) -> list[str]:
         differences.append(f"parameters of the optimizer's groups: {there} there, {here} here")
     if (saved["scheduler"] is None) != (engine.scheduler is None):
         differences.append("only one of the two has a learning-rate schedule")
+    if (saved.get("guard") is None) != (engine.token_loss_kit.loss_guard is None):
+        differences.append("only one of the two has a loss guard")
     return differences

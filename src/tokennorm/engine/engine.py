@@ -13,7 +13,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tokennorm.engine.distributed import set_gradient_sync
 from tokennorm.engine.evaluate import move_to_device
 from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
-from tokennorm.errors import NonFiniteError
+from tokennorm.engine.refused import RefusedMicroBatch, dummy_maker, judged_loss
+from tokennorm.errors import EmptyWindowError, NonFiniteError
 from tokennorm.kit import TokenNormedLossKit
 from tokennorm.loss import RatioSum, merge_ratios, reduce_ratios
 
@@ -33,6 +34,7 @@ class StepReport:
         total_tokens: its tokens without padding.
         metrics: means of the extra terms and of the objective's metrics; None where nothing was counted.
         skipped: why the weights did not move ("empty window", "fp16 overflow"), else None.
+        refused: what the loss guard kept out of the window, on all ranks together.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepReport:
     total_tokens: int | float
     metrics: dict[str, float | None] = field(default_factory=dict)
     skipped: str | None = None
+    refused: tuple[RefusedMicroBatch, ...] = ()
 
 
 class Engine:
@@ -62,6 +65,9 @@ class Engine:
         max_grad_norm: clip the global gradient norm to this; None reports the norm only.
         after_reduce: called after each window's reduction, where the host waits for the device anyway; raises what
             an objective found on the device and could not tell at once.
+        on_refused: called on each rank for each micro-batch that the kit's loss guard refused, e.g. a
+            :class:`~tokennorm.engine.refused.RefusedFolder`. With a guard, the objective needs a method
+            ``dummy(batch)``: a micro-batch without supervised tokens that is run instead.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Engine:
         token_loss_kit: TokenNormedLossKit | None = None,
         max_grad_norm: float | None = 1.0,
         after_reduce: Callable[[], None] | None = None,
+        on_refused: Callable[[RefusedMicroBatch, Batch, ObjectiveOutput], None] | None = None,
     ) -> None:
         self.model, self.optimizer, self.objective, self.scheduler = model, optimizer, objective, scheduler
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
@@ -88,7 +95,10 @@ class Engine:
         )
         self.max_grad_norm, self.after_reduce = max_grad_norm, after_reduce
         self.step = 0
+        self.on_refused = on_refused
+        self._dummy = dummy_maker(objective, self.token_loss_kit)
         self._metrics: dict[str, RatioSum] = {}
+        self._refused: list[RefusedMicroBatch] = []
 
     # One training step, from micro-batches to logged numbers.
 
@@ -98,6 +108,9 @@ class Engine:
             # Before the forward, which prepares the reduction: DDP would reduce at every micro-batch otherwise.
             set_gradient_sync(self.model, index == len(window) - 1)
             outputs = self.forward_step(batch)
+            if not self._takes_part(outputs, batch, index):
+                batch = self._dummy(batch)
+                outputs = self.forward_step(batch)
             self.backward_step(outputs, batch)
         self.optimizer_step()
         return self.train_post_step()
@@ -120,7 +133,12 @@ class Engine:
     def optimizer_step(self) -> None:
         """Make the window's gradient exact, clip it and step. An empty window moves nothing, on any rank."""
         self._lr, self._grad_norm, self._overflow = self.optimizer.param_groups[0]["lr"], None, False
-        self._stats = self.token_loss_kit.reduce_window()
+        try:
+            self._stats = self.token_loss_kit.reduce_window()
+        except EmptyWindowError as error:
+            if self._refused:
+                error.add_note(f"(the loss guard refused {len(self._refused)} micro-batches of this window)")
+            raise
         if self.after_reduce is not None:
             self.after_reduce()
         if self._stats.skipped:
@@ -139,10 +157,24 @@ class Engine:
         report = self._report()
         self.optimizer.zero_grad(set_to_none=True)
         self.token_loss_kit.reset()
-        self._metrics = {}
+        self._metrics, self._refused = {}, []
         return report
 
     # What the step is made of.
+
+    def _takes_part(self, outputs: ObjectiveOutput, batch: Batch, index: int) -> bool:
+        """Ask the loss guard, before backward; it answers the same on every rank."""
+        guard = self.token_loss_kit.loss_guard
+        if guard is None:
+            return True
+        if self.token_loss_kit.guard_loss(judged_loss(outputs), outputs.count(batch), step=self.step + 1):
+            return True
+        assert guard.last is not None
+        refused = RefusedMicroBatch(index=index, verdict=guard.last)
+        self._refused.append(refused)
+        if self.on_refused is not None:
+            self.on_refused(refused, batch, outputs)
+        return False
 
     def _clip_gradients(self) -> Tensor:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -179,4 +211,5 @@ class Engine:
             total_tokens=stats.global_total_tokens,
             metrics={name: ratio.mean for name, ratio in {**stats.extra, **metrics}.items()},
             skipped=skipped,
+            refused=tuple(self._refused),
         )

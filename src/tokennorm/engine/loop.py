@@ -191,8 +191,11 @@ def _log(
                 "seconds": round(seconds, 4),
                 **report.metrics,
                 **({} if report.skipped is None else {"skipped": report.skipped}),
+                **({} if not report.refused else {"refused": [one.record() for one in report.refused]}),
             }
         )
+    for one in report.refused:
+        progress.say(f"step {one.verdict.step}/{total_steps}  {one}")
     if report.skipped is not None:
         progress.say(f"step {report.step}/{total_steps}  nothing moved: {report.skipped}")
     elif report.step % config.log_every == 0 or report.step in (1, total_steps):

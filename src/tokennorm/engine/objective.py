@@ -30,12 +30,14 @@ class ObjectiveOutput:
         metrics: detached pairs for the log; every rank and micro-batch gives the same names.
         denominator: what ``loss_sum`` is counted in, where that is not the batch's ``effective_tokens``: a sum of
             token weights (a float or a 0-d tensor without graph).
+        token_losses: detached losses per token, for the file about a micro-batch that the loss guard refuses.
     """
 
     loss_sum: Tensor
     extra_terms: Mapping[str, LossTerm] = field(default_factory=dict)
     metrics: Mapping[str, RatioSum] = field(default_factory=dict)
     denominator: float | Tensor | None = None
+    token_losses: Tensor | None = None
 
     def count(self, batch: Batch) -> int | float | Tensor:
         """The denominator of ``loss_sum`` on ``batch``."""
@@ -87,9 +89,23 @@ class CausalLMObjective:
         # operator recognises by its stride, without reading values.
         loss_sum = loss.sum()
         if extra is None:
-            return ObjectiveOutput(loss_sum=loss_sum)
+            return ObjectiveOutput(loss_sum=loss_sum, token_losses=loss.detach())
         term = _router_term(extra, batch["effective_tokens"], loss_sum)
-        return ObjectiveOutput(loss_sum=loss_sum, extra_terms={"router": term})
+        return ObjectiveOutput(loss_sum=loss_sum, extra_terms={"router": term}, token_losses=loss.detach())
+
+    def dummy(self, batch: Batch) -> Batch:
+        """A micro-batch of two tokens, none supervised, to run in place of ``batch``, of whose values it has none.
+
+        With the inputs of ``batch`` and no labels, a NaN of its forward would still reach the gradients: backward
+        multiplies it by zero, and that is NaN.
+        """
+        ids = torch.zeros_like(batch["input_ids"][:1, :1]).expand(1, 2).contiguous()
+        blank: dict[str, Any] = {"input_ids": ids, "shift_labels": torch.full_like(ids, -100)}
+        if "position_ids" in batch:
+            blank["position_ids"] = torch.arange(2, device=ids.device)[None]
+        if "attention_mask" in batch:
+            blank["attention_mask"] = torch.ones_like(ids, dtype=batch["attention_mask"].dtype)
+        return {**blank, "effective_tokens": 0, "total_tokens": 0}
 
 
 def _router_term(extra_loss: Tensor, effective_tokens: int, loss_sum: Tensor) -> LossTerm:

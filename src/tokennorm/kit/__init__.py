@@ -5,11 +5,14 @@ per-token losses that it needs.
 """
 
 from tokennorm.kit.averaging import measure_averaging
+from tokennorm.kit.guard import GuardVerdict, PerTokenLossGuard
 from tokennorm.kit.patch import apply_chunked_token_loss_patch, remove_chunked_token_loss_patch
 from tokennorm.kit.stats import TokenLossStats
 from tokennorm.kit.token_loss import TokenNormedLossKit
 
 __all__ = [
+    "GuardVerdict",
+    "PerTokenLossGuard",
     "TokenLossStats",
     "TokenNormedLossKit",
     "apply_chunked_token_loss_patch",

@@ -40,6 +40,8 @@ class OpenWindow:
         self.weighted = False
         self.started = False
         self.stats: TokenLossStats | None = None
+        # The guard refused the latest micro-batch: what comes next must be its dummy.
+        self.owes_dummy = False
         self._device = device
         self._declared = declared
         self._weights: dict[str, float] = {}
@@ -60,6 +62,14 @@ class OpenWindow:
 
     def accumulate(self, batch: MicroBatch, backward_divisor: float | None) -> Tensor:
         """Check and add one micro-batch; the loss for backward. Adds all of it, or raises and adds nothing."""
+        if self.owes_dummy and not isinstance(batch.effective, Tensor) and batch.effective > 0:
+            raise KitUsageError(
+                f"a micro-batch of {batch.effective} supervised tokens was accumulated in place of one that the "
+                "loss guard refused",
+                why="the refused micro-batch's tokens would be in the count, or its NaN in the gradient.",
+                fix="after guard_loss returned False, run and accumulate a dummy of 0 effective tokens, on all ranks.",
+            )
+        self.owes_dummy = False
         self.check_names(batch.terms)
         for name, term in batch.terms.items():
             if self._weights.get(name, term.weight) != term.weight:

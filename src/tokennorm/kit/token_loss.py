@@ -21,6 +21,7 @@ from tokennorm.kit.averaging import averaging_factor_or_default, measure_averagi
 from tokennorm.kit.counts import Count, read_count, supports_float64
 from tokennorm.kit.extra_loss import ExtraLossWatch
 from tokennorm.kit.groups import counting_ranks
+from tokennorm.kit.guard import PerTokenLossGuard
 from tokennorm.kit.microbatch import read_microbatch
 from tokennorm.kit.normalisation import Counted, next_default_divisor
 from tokennorm.kit.open_window import CALL_ORDER, OpenWindow
@@ -71,6 +72,8 @@ class TokenNormedLossKit:
         extra_terms: names of the extra terms that may occur. Declared, a rank may leave them out (they count as
             zero) and any other name is an error. None: the names are those the window brings; ranks that bring
             different ones get an error.
+        loss_guard: what :meth:`guard_loss` asks; :meth:`build_loss_guard` makes one for this kit's ranks. Only for
+            deferred windows. None: no guard, and no cost.
 
     Raises:
         KitUsageError: ``dp_world_size`` contradicts the group, or an argument is out of range.
@@ -86,6 +89,7 @@ class TokenNormedLossKit:
         averaging_factor: float | None = None,
         empty_window: EmptyWindow = "raise",
         extra_terms: Sequence[str] | None = None,
+        loss_guard: PerTokenLossGuard | None = None,
     ) -> None:
         if empty_window not in ("raise", "skip"):
             raise KitUsageError(f'empty_window is {empty_window!r}, neither "raise" nor "skip"')
@@ -102,6 +106,7 @@ class TokenNormedLossKit:
         self._read_at_reduce = self._sums_device.type == "cpu"
         self._default_divisor: float | Tensor = _FIRST_DIVISOR
         self._watch = ExtraLossWatch()
+        self.loss_guard = loss_guard
         self._open_window()
 
     @property
@@ -130,6 +135,71 @@ class TokenNormedLossKit:
         self._averaging_factor = measure_averaging(wrapped_model, group=self.count_group, backward=backward)
         return self._averaging_factor
 
+    def build_loss_guard(
+        self,
+        *,
+        spike_multiplier: float,
+        window_size: int,
+        min_history: int,
+        group: dist.ProcessGroup | None = None,
+        group_world_size: int | None = None,
+    ) -> PerTokenLossGuard:
+        """Build a :class:`PerTokenLossGuard` (see there) for this kit's losses, install it, and return it.
+
+        Args:
+            spike_multiplier: a loss per token above this many times the recent median is a spike.
+            window_size: micro-batch indices that the median is taken over.
+            min_history: how many of them must be there first.
+            group: the ranks that decide together. Default: those that counts are summed over.
+            group_world_size: their number, checked when given.
+
+        Raises:
+            KitUsageError: an argument is out of range, or this is called inside a window.
+        """
+        self._require_unused("build_loss_guard")
+        self.loss_guard = PerTokenLossGuard(
+            self.device,
+            spike_multiplier=spike_multiplier,
+            window_size=window_size,
+            min_history=min_history,
+            group=self.count_group if group is None else group,
+            group_world_size=group_world_size,
+        )
+        return self.loss_guard
+
+    def guard_loss(self, loss_sum: Tensor, token_count: Count, *, step: int = 0) -> bool:
+        """Whether this micro-batch takes part; asked before backward, the same answer on every rank.
+
+        A collective call: every rank makes it for each of its micro-batches, dummy ones included. It costs one
+        small all-reduce and one wait for the device; without a guard it is True at once and costs nothing.
+
+        After False, drop the outputs (never call backward on them, not even times zero: that keeps the NaN), run
+        a dummy micro-batch without supervised tokens through the whole model, and accumulate that one, on every
+        rank. ``kit.loss_guard.last`` says why.
+
+        Args:
+            loss_sum: as for :meth:`accumulate_microbatch`.
+            token_count: its ``effective_tokens``.
+            step: kept in the verdict.
+
+        Raises:
+            KitUsageError: in a counted window, or after reduce_window.
+        """
+        if self.loss_guard is None:
+            return True
+        if self._window.stats is not None:
+            raise KitUsageError(
+                "guard_loss was called after reduce_window",
+                why="this micro-batch belongs to no window.",
+                fix="call reset() after the optimizer step. The order is " + CALL_ORDER,
+            )
+        admitted = self.loss_guard.check(loss_sum, token_count, step=step)
+        self._window.owes_dummy = not admitted
+        if not admitted:
+            # The router loss of a forward that was thrown away is nobody's to accumulate.
+            self._watch.take()
+        return admitted
+
     def begin_window(self, counts: Mapping[str, Count]) -> dict[str, Tensor]:
         """Start a counted window: one all-reduce of all denominators, before its first backward.
 
@@ -148,6 +218,12 @@ class TokenNormedLossKit:
             EmptyWindowError: no rank has a supervised token (on the CPU; elsewhere when stats are read).
         """
         self._require_unused("begin_window")
+        if self.loss_guard is not None:
+            raise KitUsageError(
+                "begin_window was called on a kit with a loss guard",
+                why="a micro-batch that the guard refuses would leave its tokens in a count that is already used.",
+                fix="use deferred windows (no begin_window), or build the kit without loss_guard=.",
+            )
         if "loss" not in counts:
             raise KitUsageError(
                 f'begin_window got counts for {sorted(counts)}, none for "loss"',
