@@ -50,7 +50,7 @@ class AnswersConfig:
     per_group: int | None = 400
     """Training prompts of each group; none: all of them."""
     only: Mapping[str, int] = field(default_factory=dict)
-    """Groups that get another number of training prompts, such as: free_form 60."""
+    """Groups that get another number of training prompts, such as: free_form 60. (Others are as above.)"""
     held_out_per_group: int = 24
     """Held-out prompts of each group: for the loss during training and for the evaluation by decoding."""
     max_new_tokens: int = 128

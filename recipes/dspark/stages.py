@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from tokennorm.data import terminal_progress
-from tokennorm.engine import ProgressPrinter, distributed_session
+from tokennorm.engine import ProgressPrinter, config_to_dict, distributed_session
 from tokennorm.errors import ConfigError, DistributedError
 from tokennorm.recipes.dspark import train
 from tokennorm.recipes.dspark.build import draft_config, load_answers, load_target
@@ -19,6 +21,8 @@ from tokennorm.recipes.dspark.prompts import Prompt, embedded_prompts, read_prom
 from tokennorm.recipes.dspark.states import cached_states
 
 __all__ = ["STAGES", "cache", "generate", "run_all"]
+
+_DECIDES_THE_DRAFTER = ("target", "answers", "draft", "data", "loss", "optim", "train")
 
 
 def generate(config: DSparkConfig) -> None:
@@ -39,7 +43,11 @@ def generate(config: DSparkConfig) -> None:
         ):
             if not prompts:
                 continue
-            printer.say(f"{name}: {len(prompts):,} prompts, up to {config.answers.max_new_tokens} tokens each")
+            groups = Counter(prompt.group for prompt in prompts)
+            printer.say(
+                f"{name}: {len(prompts):,} prompts ({', '.join(f'{g} {n:,}' for g, n in groups.items())}), up to "
+                f"{config.answers.max_new_tokens} tokens each"
+            )
             with terminal_progress(name, enabled=True) as progress:
                 answers = generate_answers(
                     target,
@@ -59,18 +67,8 @@ def generate(config: DSparkConfig) -> None:
 
 
 def choose_prompts(config: AnswersConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """The training prompts and the held-out ones: the first of each group, its tasks in turn.
-
-    Raises:
-        ConfigError: ``only`` names a group that is not there.
-    """
+    """The training prompts and the held-out ones: the first of each group, its tasks in turn."""
     prompts = embedded_prompts() if config.prompts == "embedded" else read_prompts(config.prompts)
-    groups = {prompt.group for prompt in prompts}
-    unknown = sorted(set(config.only) - groups)
-    if unknown:
-        raise ConfigError(
-            f"answers.only names the group {unknown[0]!r}", fix=f"the groups are: {', '.join(sorted(groups))}"
-        )
     taken: dict[tuple[str, bool], int] = {}
     chosen: tuple[list[Prompt], list[Prompt]] = ([], [])
     for prompt in prompts:
@@ -110,9 +108,15 @@ def cache(config: DSparkConfig) -> None:
 
 
 def run_all(config: DSparkConfig) -> None:
-    """Generate, train (which fills the cache), evaluate and export; finished stages are not done again."""
+    """Generate, train (which fills the cache), evaluate and export; finished stages are not done again.
+
+    Raises:
+        ConfigError: the folder's drafter was trained with other settings.
+    """
     folder = StageFolder.of(config.run.dir)
     printer = ProgressPrinter(0)
+    if folder.drafter.exists():
+        _require_same_settings(config, folder)
     printer.say("\n== 1/4 the target answers")
     generate(config)
     printer.say("\n== 2/4 training")
@@ -124,6 +128,23 @@ def run_all(config: DSparkConfig) -> None:
     evaluate(config)
     printer.say("\n== 4/4 export")
     export(config)
+
+
+def _require_same_settings(config: DSparkConfig, folder: StageFolder) -> None:
+    now = json.loads(json.dumps(config_to_dict(config)))
+    before = json.loads((folder.train / "config.json").read_text())
+    differences = [
+        f"{group}.{name}: {before.get(group, {}).get(name)!r} there, {value!r} here"
+        for group in _DECIDES_THE_DRAFTER
+        for name, value in now[group].items()
+        if before.get(group, {}).get(name) != value
+    ]
+    if differences:
+        raise ConfigError(
+            f"the drafter in {folder.drafter} was trained with other settings: " + "; ".join(differences),
+            why="it would be evaluated and exported as if it had these",
+            fix="give another run.dir, or the settings of that run (train/config.json)",
+        )
 
 
 STAGES: dict[str, Callable[[DSparkConfig], None]] = {

@@ -168,6 +168,8 @@ def test_one_command_goes_from_prompts_to_an_export_and_does_nothing_twice(
     assert cli.main(argv) == 0
     assert "is there already" in capsys.readouterr().out
     assert all(path.read_bytes() == content for path, content in files.items()), "nothing was done twice"
+    assert cli.main([*argv, "--loss.gamma", "2.0"]) == 1
+    assert "loss.gamma: 4.0 there, 2.0 here" in capsys.readouterr().err
 
 
 def test_stages_need_those_before_them(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
