@@ -8,7 +8,7 @@ from typing import Literal
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
 
-__all__ = ["DataConfig", "ModelConfig", "RunConfig", "SftConfig", "TrainConfig", "default", "demo"]
+__all__ = ["DataConfig", "GuardConfig", "ModelConfig", "RunConfig", "SftConfig", "TrainConfig", "default", "demo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,29 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Keep broken and exploding micro-batches out of the training; docs/exactness.md says how."""
+
+    enabled: bool = False
+    """Refuse, on all ranks together, micro-batches whose loss is NaN, infinite or a spike."""
+    spike_multiplier: float = 5.0
+    """A loss per token above this many times the recent median is a spike; inf: only NaN and infinity count."""
+    window_size: int = 256
+    """Micro-batches of a rank that the median is taken over."""
+    min_history: int = 64
+    """Micro-batches that must be there before any is called a spike."""
+    files: int = 5
+    """Refused micro-batches of a rank that are written to the run folder, with their text."""
+
+    def __post_init__(self) -> None:
+        multiplier = self.spike_multiplier
+        _require(multiplier > 1, "guard.spike_multiplier", multiplier, "a number above 1")
+        least, most = self.min_history, self.window_size
+        _require(1 <= least <= most, "guard.min_history", least, f"1 to guard.window_size ({most})")
+        _require(self.files >= 0, "guard.files", self.files, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The run folder, and what is left at the end."""
 
@@ -123,6 +146,8 @@ class SftConfig:
     """Optimizer, learning rate and clipping."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long to train."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Refuse broken micro-batches; off by default."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """How often to report, evaluate and save."""
     run: RunConfig = field(default_factory=RunConfig)

@@ -17,6 +17,7 @@ from tokennorm.engine import (
     Engine,
     EvalReport,
     ProgressPrinter,
+    RefusedFolder,
     RunFolder,
     Runtime,
     broadcast_from_main,
@@ -93,6 +94,9 @@ def run(config: SftConfig) -> SftResult:
         )
         if config.run.resume:
             _resume(job, store, run_folder, progress)
+        job.engine.on_refused = RefusedFolder(
+            run_folder.path / "refused", runtime=runtime, limit=config.guard.files, decode=job.tokenizer.decode
+        )
         _answer(job, config, runtime, progress, "before")
         start = time.monotonic()
         report = train(
@@ -140,6 +144,13 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         dp_group=runtime.group,
         empty_window=config.train.empty_window,
     )
+    guard = config.guard
+    if guard.enabled:
+        kit.build_loss_guard(
+            spike_multiplier=guard.spike_multiplier,
+            window_size=guard.window_size,
+            min_history=guard.min_history,
+        )
     objective = CausalLMObjective()
     if config.data.packing:
         require_isolated_documents(
@@ -211,7 +222,10 @@ def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[s
     """Everything that decides the weights; where a run is saved or how often it reports is left out."""
     resolved = config_to_dict(config)
     data = {name: resolved["data"][name] for name in resolved["data"] if not name.startswith(("eval_", "path"))}
+    guard = {name: value for name, value in resolved["guard"].items() if name != "files"}
     return {
+        # Left out when it is off, so that a checkpoint from before there was a guard still fits.
+        **({"guard": guard} if config.guard.enabled else {}),
         "data": {**data, "tokens": datasets.fingerprint()},
         "model": {"dtype": config.model.dtype},
         "optim": resolved["optim"],

@@ -67,7 +67,7 @@ class OpenWindow:
                 f"a micro-batch of {batch.effective} supervised tokens was accumulated in place of one that the "
                 "loss guard refused",
                 why="the refused micro-batch's tokens would be in the count, or its NaN in the gradient.",
-                fix="after guard_loss returned False, run and accumulate a dummy of 0 effective tokens, on all ranks.",
+                fix="after guard_loss returned False, accumulate a dummy of 0 effective tokens, on all ranks.",
             )
         self.owes_dummy = False
         self.check_names(batch.terms)
