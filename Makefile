@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 demo: model  ## fine-tune SmolLM2-135M on the embedded question-answer set (about 5 minutes on 2 free cores)
 	$(BIN)/tokennorm train sft --config demo
 
-drafter: model  ## train a drafter for SmolLM2-135M and decode with it (about 15 minutes on 2 free cores)
+drafter: model  ## train a drafter for SmolLM2-135M and decode with it (about 15 minutes)
 	$(BIN)/tokennorm draft run --config demo
 
 test: model  ## every test
