@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tokennorm.draft import AnchorRule
-from tokennorm.draft.cache_spec import CacheDtype
 from tokennorm.draft.config import MarkovHeadType
-from tokennorm.draft.schema import DraftFormat
+from tokennorm.draft.formats.schema import DraftFormat
+from tokennorm.draft.states.spec import CacheDtype
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
 

@@ -19,7 +19,7 @@ from tokennorm.draft import (
     explain_difference,
     load_drafter,
 )
-from tokennorm.draft.cache_spec import fingerprint_target, fingerprint_tokenizer, fingerprint_weights
+from tokennorm.draft.states.spec import fingerprint_target, fingerprint_tokenizer, fingerprint_weights
 from tokennorm.engine import ProgressPrinter, Runtime, config_to_dict, distributed_session
 from tokennorm.errors import DataError, DistributedError
 from tokennorm.recipes.dspark.build import build_drafter, load_answers, load_target

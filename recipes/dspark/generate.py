@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tokennorm.data.dataset import Progress
-from tokennorm.draft.cache_spec import fingerprint_target, fingerprint_tokenizer
+from tokennorm.draft.states.spec import fingerprint_target, fingerprint_tokenizer
 from tokennorm.engine.progress import format_count, format_duration
 from tokennorm.errors import ConfigError, DataError
 from tokennorm.recipes.dspark.answering import Answerer, Work, stop_token_ids

@@ -19,7 +19,7 @@ from tokennorm.draft import (
     raise_pending_slot_errors,
     target_weights,
 )
-from tokennorm.draft.cache_spec import fingerprint_target
+from tokennorm.draft.states.spec import fingerprint_target
 from tokennorm.engine import (
     CheckpointStore,
     Engine,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
-from tokennorm.draft.rounds import Round
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
+from tokennorm.draft.decoding.rounds import Round
 
 
 def known_rounds(

@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-import tokennorm.draft.cache as cache_module
+import tokennorm.draft.states.cache as cache_module
 from tests.draft.targets import VOCAB, tiny_target
-from tokennorm.draft.cache import HiddenStateCache, collate_log_totals, collate_states, describe_size, fill_cache
-from tokennorm.draft.cache_files import plan_shards
-from tokennorm.draft.cache_spec import CacheSpec, fingerprint_target, fingerprint_tokenizer
-from tokennorm.draft.capture import HiddenStateCapture
+from tokennorm.draft.states.cache import (
+    HiddenStateCache,
+    collate_log_totals,
+    collate_states,
+    describe_size,
+    fill_cache,
+)
+from tokennorm.draft.states.capture import HiddenStateCapture
+from tokennorm.draft.states.files import plan_shards
+from tokennorm.draft.states.spec import CacheSpec, fingerprint_target, fingerprint_tokenizer
 from tokennorm.errors import ConfigError, DataError
 
 LENGTHS = (7, 3, 12, 5, 5, 9, 1, 20, 4)

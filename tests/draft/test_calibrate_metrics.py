@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.draft.calibrate_toy import known_outcomes, known_rounds
-from tokennorm.draft.calibrate_metrics import CalibrationMetrics, calibration_metrics, calibration_report
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
+from tokennorm.draft.calibration.metrics import CalibrationMetrics, calibration_metrics, calibration_report
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
 from tokennorm.errors import ConfigError
 
 

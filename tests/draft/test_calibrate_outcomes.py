@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.draft.calibrate_toy import by_prompt, known_outcomes, known_rounds
-from tokennorm.draft.calibrate_metrics import calibration_report
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
-from tokennorm.draft.rounds import Round
-from tokennorm.draft.sts import fit_sts
+from tokennorm.draft.calibration.metrics import calibration_report
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
+from tokennorm.draft.calibration.sts import fit_sts
+from tokennorm.draft.decoding.rounds import Round
 from tokennorm.errors import ConfigError, DataError
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.draft.calibrate_toy import known_outcomes, known_rounds
-from tokennorm.draft.calibrate_metrics import calibration_metrics, calibration_report
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
-from tokennorm.draft.sts import fit_sts, read_sts, write_sts
+from tokennorm.draft.calibration.metrics import calibration_metrics, calibration_report
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
+from tokennorm.draft.calibration.sts import fit_sts, read_sts, write_sts
 from tokennorm.errors import ConfigError
 
 

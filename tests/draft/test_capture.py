@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tokennorm.draft.capture as capture_module
+import tokennorm.draft.states.capture as capture_module
 from tests.draft.drafter_toy import toy_drafter
 from tests.draft.targets import VOCAB, tiny_target
-from tokennorm.draft.capture import HiddenStateCapture
 from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.model import DraftModel
+from tokennorm.draft.states.capture import HiddenStateCapture
 from tokennorm.draft.target import init_from_target, layers_of, target_weights
 from tokennorm.errors import ConfigError
 

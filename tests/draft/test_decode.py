@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import tokennorm.draft.decode_rules as rules_module
+import tokennorm.draft.decoding.rules as rules_module
 from tests.draft.decode_toy import VOCAB, Oracle, drafter_for, lively_target, prompts
 from tokennorm.draft import Decoded, HiddenStateCapture, plain_decode, speculative_decode
-from tokennorm.draft.decode import up_to_stop
-from tokennorm.draft.decode_sampling import verify_greedy
-from tokennorm.draft.decode_target import TargetSteps
+from tokennorm.draft.decoding.sampling import verify_greedy
+from tokennorm.draft.decoding.speculative import up_to_stop
+from tokennorm.draft.decoding.target import TargetSteps
 
 HEADS: dict[str, dict[str, Any]] = {
     "none": {"markov_rank": 0, "enable_confidence_head": False},

@@ -26,7 +26,7 @@ from tokennorm.draft import (
     plain_decode,
     speculative_decode,
 )
-from tokennorm.draft.decode_figures import bootstrap_interval
+from tokennorm.draft.decoding.figures import bootstrap_interval
 from tokennorm.errors import DataError, MissingDependencyError
 
 

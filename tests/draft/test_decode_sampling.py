@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import tokennorm.draft.decode as decode_module
-import tokennorm.draft.decode_rules as rules_module
+import tokennorm.draft.decoding.rules as rules_module
+import tokennorm.draft.decoding.speculative as decode_module
 from tests.draft.decode_statistics import (
     VOCAB,
     Outcome,
@@ -22,8 +22,8 @@ from tests.draft.decode_statistics import (
 )
 from tests.draft.decode_toy import drafter_for, lively_target
 from tokennorm.draft import Proposal, VerificationSchedule, plain_decode, propose, speculative_decode
-from tokennorm.draft.decode_sampling import draw, probabilities, verify_sampled
-from tokennorm.draft.decode_target import TargetSteps
+from tokennorm.draft.decoding.sampling import draw, probabilities, verify_sampled
+from tokennorm.draft.decoding.target import TargetSteps
 
 PROMPT = [3, 1]
 Verify = Callable[..., tuple[Tensor, Tensor]]

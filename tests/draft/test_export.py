@@ -14,9 +14,9 @@ from tests.draft.drafter_toy import VOCAB, WIDTH, close_anchors, toy_config, toy
 from tests.draft.targets import tiny_target
 from tokennorm.draft import DraftVocabulary
 from tokennorm.draft.config import DraftConfig
-from tokennorm.draft.export import export_drafter, load_drafter, warm_start
+from tokennorm.draft.formats.export import export_drafter, load_drafter, warm_start
+from tokennorm.draft.formats.schema import config_from_folder, folder_config
 from tokennorm.draft.model import DraftModel
-from tokennorm.draft.schema import config_from_folder, folder_config
 from tokennorm.draft.target import target_weights
 from tokennorm.errors import CheckpointError, ConfigError, DataError
 

@@ -31,11 +31,11 @@ from tokennorm.draft import (
 )
 from tokennorm.draft.anchors import Anchors
 from tokennorm.draft.config import DraftConfig
+from tokennorm.draft.decoding.proposals import propose
 from tokennorm.draft.forward import DraftForward
 from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
 from tokennorm.draft.masks import block_attention_mask
 from tokennorm.draft.model import DraftModel
-from tokennorm.draft.proposals import propose
 from tokennorm.draft.rope import RotaryEmbedding
 from tokennorm.errors import ConfigError, LossUsageError
 

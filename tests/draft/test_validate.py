@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.draft.drafter_toy import VOCAB, WIDTH, toy_drafter
-from tokennorm.draft.export import export_drafter
-from tokennorm.draft.validate import FolderReport, validate_folder
+from tokennorm.draft.formats.export import export_drafter
+from tokennorm.draft.formats.validate import FolderReport, validate_folder
 from tokennorm.errors import DataError
 
 SERVERS = ("vllm", "sglang", "speculators")

@@ -12,7 +12,37 @@ from tokennorm.draft.anchors import (
     valid_anchors,
 )
 from tokennorm.draft.blocks import Blocks, make_blocks
-from tokennorm.draft.cache import (
+from tokennorm.draft.calibration.metrics import (
+    CalibrationMetrics,
+    CalibrationReport,
+    calibration_metrics,
+    calibration_report,
+)
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
+from tokennorm.draft.calibration.result import CalibrationResult, calibrate
+from tokennorm.draft.calibration.sts import fit_sts, read_sts, write_sts
+from tokennorm.draft.checks import raise_pending_slot_errors
+from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
+from tokennorm.draft.config import DraftConfig
+from tokennorm.draft.context import ContextKV
+from tokennorm.draft.decoding.compare import Difference, OutputComparison, compare_outputs, explain_difference
+from tokennorm.draft.decoding.group import DecodeGroup
+from tokennorm.draft.decoding.plain import plain_decode
+from tokennorm.draft.decoding.proposals import Proposal, propose
+from tokennorm.draft.decoding.report import DecodeReport
+from tokennorm.draft.decoding.rounds import Decoded, Round
+from tokennorm.draft.decoding.schedule import VerificationSchedule
+from tokennorm.draft.decoding.speculative import speculative_decode
+from tokennorm.draft.decoding.tables import ReportComparison, compare_reports
+from tokennorm.draft.formats.export import WarmStart, export_drafter, load_drafter, warm_start
+from tokennorm.draft.formats.validate import Finding, FolderReport, validate_folder
+from tokennorm.draft.forward import DraftForward
+from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
+from tokennorm.draft.loss import compute_dspark_loss
+from tokennorm.draft.model import DraftModel
+from tokennorm.draft.objective import DSparkSums, dspark_objective
+from tokennorm.draft.plan import SlotPlan, plan_slots
+from tokennorm.draft.states.cache import (
     CachedDocument,
     HiddenStateCache,
     collate_log_totals,
@@ -20,39 +50,9 @@ from tokennorm.draft.cache import (
     describe_size,
     fill_cache,
 )
-from tokennorm.draft.cache_spec import CacheSpec
-from tokennorm.draft.calibrate import CalibrationResult, calibrate
-from tokennorm.draft.calibrate_metrics import (
-    CalibrationMetrics,
-    CalibrationReport,
-    calibration_metrics,
-    calibration_report,
-)
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
-from tokennorm.draft.capture import Captured, HiddenStateCapture
-from tokennorm.draft.checks import raise_pending_slot_errors
-from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
-from tokennorm.draft.config import DraftConfig
-from tokennorm.draft.context import ContextKV
-from tokennorm.draft.decode import speculative_decode
-from tokennorm.draft.decode_compare import Difference, OutputComparison, compare_outputs, explain_difference
-from tokennorm.draft.decode_group import DecodeGroup
-from tokennorm.draft.decode_plain import plain_decode
-from tokennorm.draft.decode_report import DecodeReport
-from tokennorm.draft.decode_schedule import VerificationSchedule
-from tokennorm.draft.decode_tables import ReportComparison, compare_reports
-from tokennorm.draft.export import WarmStart, export_drafter, load_drafter, warm_start
-from tokennorm.draft.forward import DraftForward
-from tokennorm.draft.layer_ids import default_layer_ids, layer_ids_from_server, layer_ids_to_server
-from tokennorm.draft.loss import compute_dspark_loss
-from tokennorm.draft.model import DraftModel
-from tokennorm.draft.objective import DSparkSums, dspark_objective
-from tokennorm.draft.plan import SlotPlan, plan_slots
-from tokennorm.draft.proposals import Proposal, propose
-from tokennorm.draft.rounds import Decoded, Round
-from tokennorm.draft.sts import fit_sts, read_sts, write_sts
+from tokennorm.draft.states.capture import Captured, HiddenStateCapture
+from tokennorm.draft.states.spec import CacheSpec
 from tokennorm.draft.target import init_from_target, target_weights
-from tokennorm.draft.validate import Finding, FolderReport, validate_folder
 from tokennorm.draft.vocabulary import DraftVocabulary, reduce_output
 from tokennorm.draft.vocabulary_choice import frequent_tokens
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokennorm.draft.calibrate_metrics import DEFAULT_BINS, bin_sums
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
-from tokennorm.draft.files import partial_path
+from tokennorm.draft.calibration.metrics import DEFAULT_BINS, bin_sums
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
+from tokennorm.draft.formats.files import partial_path
 from tokennorm.errors import ConfigError
 
 __all__ = ["fit_sts", "read_sts", "write_sts"]
@@ -43,7 +43,7 @@ def fit_sts(
 
     Ours beyond the paper: the ECE jumps where estimates change bins, so on few rounds its smallest value is partly
     luck. All temperatures whose ECE is within ``noise`` times the smallest one's
-    :attr:`~tokennorm.draft.calibrate_metrics.CalibrationMetrics.ece_floor` count as equally good, and the Brier
+    :attr:`~tokennorm.draft.calibration.metrics.CalibrationMetrics.ece_floor` count as equally good, and the Brier
     score decides among them (then the distance to 1). ``noise=0`` is the paper's rule.
 
     Args:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokennorm.draft.decode_compare import Difference
-from tokennorm.draft.decode_figures import PromptFigures
-from tokennorm.draft.decode_group import DecodeGroup, Pair
-from tokennorm.draft.rounds import Decoded
+from tokennorm.draft.decoding.compare import Difference
+from tokennorm.draft.decoding.figures import PromptFigures
+from tokennorm.draft.decoding.group import DecodeGroup, Pair
+from tokennorm.draft.decoding.rounds import Decoded
 from tokennorm.errors import DataError
 
 __all__ = ["DecodeReport"]
@@ -105,6 +105,6 @@ class DecodeReport:
         self._alone().plot(path)
 
     def _alone(self) -> Any:
-        from tokennorm.draft.decode_tables import ReportComparison
+        from tokennorm.draft.decoding.tables import ReportComparison
 
         return ReportComparison(reports={"": self})

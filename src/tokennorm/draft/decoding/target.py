@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tokennorm.draft.capture import HiddenStateCapture
-from tokennorm.draft.decode_request import text_config
+from tokennorm.draft.decoding.request import text_config
+from tokennorm.draft.states.capture import HiddenStateCapture
 from tokennorm.errors import MissingDependencyError
 
 __all__ = ["TargetSteps"]

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokennorm.draft.calibrate_metrics import (
+from tokennorm.draft.calibration.metrics import (
     DEFAULT_BINS,
     CalibrationMetrics,
     CalibrationReport,
     calibration_report,
 )
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
-from tokennorm.draft.rounds import Round
-from tokennorm.draft.sts import fit_sts, write_sts
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
+from tokennorm.draft.calibration.sts import fit_sts, write_sts
+from tokennorm.draft.decoding.rounds import Round
 from tokennorm.errors import DataError
 
 __all__ = ["MIN_ROUNDS", "CalibrationResult", "calibrate"]
@@ -103,7 +103,7 @@ class CalibrationResult:
             MissingDependencyError: matplotlib is not installed.
             ConfigError: the file can't be written, or its ending is no image format.
         """
-        from tokennorm.draft.calibrate_plot import plot_calibration
+        from tokennorm.draft.calibration.plot import plot_calibration
 
         plot_calibration(self, path)
 

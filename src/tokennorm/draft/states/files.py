@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokennorm.draft.cache_spec import CacheSpec
-from tokennorm.draft.files import partial_path
+from tokennorm.draft.formats.files import partial_path
+from tokennorm.draft.states.spec import CacheSpec
 from tokennorm.errors import DataError
 
 __all__ = ["MANIFEST", "plan_shards", "read_manifest", "shard_name", "write_manifest"]

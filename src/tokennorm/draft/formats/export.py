@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokennorm.draft.files import partial_path, safetensors_module, save_tensors
+from tokennorm.draft.formats.files import partial_path, safetensors_module, save_tensors
+from tokennorm.draft.formats.schema import DraftFormat, config_from_folder, folder_config
 from tokennorm.draft.model import Attention, DraftModel
-from tokennorm.draft.schema import DraftFormat, config_from_folder, folder_config
 from tokennorm.draft.target import target_weights
 from tokennorm.draft.vocabulary import DraftVocabulary
 from tokennorm.errors import CheckpointError, ConfigError, DataError
@@ -62,7 +62,7 @@ def export_drafter(
     Args:
         drafter: trained.
         folder: where to.
-        kind: the schema (:mod:`tokennorm.draft.schema`). vLLM reads all three, SGLang ``dspark`` and ``dflash``.
+        kind: the schema (:mod:`~tokennorm.draft.formats.schema`). vLLM reads all, SGLang not ``speculators``.
         dtype: of the weights; None leaves them as they are.
         verifier: name or path of the target; needed by ``speculators``.
         num_anchors: for the record.

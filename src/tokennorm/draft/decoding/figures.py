@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokennorm.draft.decode_compare import Difference
-from tokennorm.draft.rounds import Decoded
+from tokennorm.draft.decoding.compare import Difference
+from tokennorm.draft.decoding.rounds import Decoded
 
 __all__ = ["Interval", "PromptFigures", "bootstrap_interval"]
 

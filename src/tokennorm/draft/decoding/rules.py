@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokennorm.draft.decode_request import Request
-from tokennorm.draft.decode_sampling import draw, probabilities, verify_greedy, verify_sampled
+from tokennorm.draft.decoding.request import Request
+from tokennorm.draft.decoding.sampling import draw, probabilities, verify_greedy, verify_sampled
 from tokennorm.draft.model import DraftModel
 
 __all__ = ["GreedyRule", "RoundRule", "Rule", "SamplingRule", "make_rule"]

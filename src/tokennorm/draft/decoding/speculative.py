@@ -10,7 +10,7 @@ the anchor: the last emitted token, at position ``length``, which the target has
                the next anchor
 
 Greedy output is the target's own greedy output; sampled output has the target's distribution
-(:mod:`tokennorm.draft.decode_sampling`).
+(:mod:`tokennorm.draft.decoding.sampling`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokennorm.draft.decode_clock import Stopwatch
-from tokennorm.draft.decode_context import GrowingContext
-from tokennorm.draft.decode_request import Request, check_drafter, make_request
-from tokennorm.draft.decode_rules import RoundRule, make_rule
-from tokennorm.draft.decode_schedule import VerificationSchedule
-from tokennorm.draft.decode_target import TargetSteps
+from tokennorm.draft.decoding.clock import Stopwatch
+from tokennorm.draft.decoding.context import GrowingContext
+from tokennorm.draft.decoding.proposals import propose
+from tokennorm.draft.decoding.request import Request, check_drafter, make_request
+from tokennorm.draft.decoding.rounds import Decoded, Round
+from tokennorm.draft.decoding.rules import RoundRule, make_rule
+from tokennorm.draft.decoding.schedule import VerificationSchedule
+from tokennorm.draft.decoding.target import TargetSteps
 from tokennorm.draft.model import DraftModel
-from tokennorm.draft.proposals import propose
-from tokennorm.draft.rounds import Decoded, Round
 
 __all__ = ["speculative_decode"]
 

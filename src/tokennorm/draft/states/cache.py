@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokennorm.draft.cache_files import MANIFEST, plan_shards, read_manifest, shard_name, write_manifest
-from tokennorm.draft.cache_spec import CacheSpec, Document
-from tokennorm.draft.cache_totals import log_totals
-from tokennorm.draft.capture import HiddenStateCapture
-from tokennorm.draft.files import readable_size, safetensors_module, save_tensors
+from tokennorm.draft.formats.files import readable_size, safetensors_module, save_tensors
+from tokennorm.draft.states.capture import HiddenStateCapture
+from tokennorm.draft.states.files import MANIFEST, plan_shards, read_manifest, shard_name, write_manifest
+from tokennorm.draft.states.spec import CacheSpec, Document
+from tokennorm.draft.states.totals import log_totals
 from tokennorm.errors import ConfigError, DataError
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokennorm.draft.rounds import Round
+from tokennorm.draft.decoding.rounds import Round
 from tokennorm.errors import ConfigError, DataError
 
 __all__ = ["PrefixOutcomes"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokennorm.draft.rounds import Decoded
+from tokennorm.draft.decoding.rounds import Decoded
 from tokennorm.draft.target import decoder_of
 from tokennorm.errors import DataError
 

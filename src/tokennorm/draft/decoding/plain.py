@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokennorm.draft.decode_clock import Stopwatch
-from tokennorm.draft.decode_request import make_request
-from tokennorm.draft.decode_rules import make_rule
-from tokennorm.draft.decode_target import TargetSteps
-from tokennorm.draft.rounds import Decoded
+from tokennorm.draft.decoding.clock import Stopwatch
+from tokennorm.draft.decoding.request import make_request
+from tokennorm.draft.decoding.rounds import Decoded
+from tokennorm.draft.decoding.rules import make_rule
+from tokennorm.draft.decoding.target import TargetSteps
 
 __all__ = ["plain_decode"]
 

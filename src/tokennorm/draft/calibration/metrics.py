@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokennorm.draft.calibrate_outcomes import PrefixOutcomes
+from tokennorm.draft.calibration.outcomes import PrefixOutcomes
 from tokennorm.errors import ConfigError
 
 __all__ = [
@@ -158,7 +158,7 @@ def calibration_report(
 
     Args:
         outcomes: of the decoding.
-        temperatures: one for each proposal, as :func:`~tokennorm.draft.sts.fit_sts` returns them; 1 by default.
+        temperatures: one for each proposal, from :func:`~tokennorm.draft.calibration.sts.fit_sts`; 1 by default.
         num_bins: bins of equal width over [0, 1].
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokennorm.draft.validate_contents import Findings, Folder, Server, Shape
+from tokennorm.draft.formats.contents import Findings, Folder, Server, Shape
 
 __all__ = ["check_weights"]
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokennorm.draft.decode_compare import Difference
-from tokennorm.draft.decode_figures import Interval, PromptFigures, bootstrap_interval
-from tokennorm.draft.rounds import Decoded
+from tokennorm.draft.decoding.compare import Difference
+from tokennorm.draft.decoding.figures import Interval, PromptFigures, bootstrap_interval
+from tokennorm.draft.decoding.rounds import Decoded
 from tokennorm.errors import DataError
 
 __all__ = ["DecodeGroup", "Pair"]

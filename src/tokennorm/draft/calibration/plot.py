@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tokennorm.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from tokennorm.draft.calibrate import CalibrationResult
+    from tokennorm.draft.calibration.result import CalibrationResult
 
 __all__ = ["plot_calibration"]
 
@@ -23,7 +23,7 @@ def plot_calibration(result: CalibrationResult, path: str | Path) -> None:
     The area of a marker shows how many rounds are in its bin. The dotted line is the ECE of chance alone.
 
     Args:
-        result: of :func:`~tokennorm.draft.calibrate.calibrate`.
+        result: of :func:`~tokennorm.draft.calibration.result.calibrate`.
         path: of the image; its ending says the format.
 
     Raises:

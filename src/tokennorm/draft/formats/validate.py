@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokennorm.draft.files import safetensors_module
-from tokennorm.draft.validate_contents import Folder, Server, Verdict
-from tokennorm.draft.validate_rules import check_folder
+from tokennorm.draft.formats.contents import Folder, Server, Verdict
+from tokennorm.draft.formats.files import safetensors_module
+from tokennorm.draft.formats.rules import check_folder
 from tokennorm.errors import DataError
 
 __all__ = ["Finding", "FolderReport", "validate_folder"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tokennorm.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from tokennorm.draft.decode_group import DecodeGroup
-    from tokennorm.draft.decode_tables import ReportComparison
+    from tokennorm.draft.decoding.group import DecodeGroup
+    from tokennorm.draft.decoding.tables import ReportComparison
 
 __all__ = ["plot_comparison"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokennorm.draft.validate_contents import Findings, Folder, Server
-from tokennorm.draft.validate_weights import check_weights
+from tokennorm.draft.formats.contents import Findings, Folder, Server
+from tokennorm.draft.formats.weights import check_weights
 
 __all__ = ["check_folder"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokennorm.draft.decode_figures import Interval
-from tokennorm.draft.decode_group import DecodeGroup
-from tokennorm.draft.decode_report import DecodeReport
+from tokennorm.draft.decoding.figures import Interval
+from tokennorm.draft.decoding.group import DecodeGroup
+from tokennorm.draft.decoding.report import DecodeReport
 from tokennorm.errors import DataError
 
 __all__ = ["ReportComparison", "compare_reports"]
@@ -56,7 +56,7 @@ class ReportComparison:
         Raises:
             MissingDependencyError: it is not installed.
         """
-        from tokennorm.draft.decode_plot import plot_comparison
+        from tokennorm.draft.decoding.plot import plot_comparison
 
         plot_comparison(self, path)
 

@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: plain and with a drafter, its schedules, and reports of what it gained."""

@@ -1,0 +1,1 @@
+"""Drafters on disk: the servers' schemas, export and import, and a validator."""
