@@ -71,6 +71,8 @@ def _become_rank(rank: int, world_size: int, timeout_s: float, folder: str) -> N
     # Ranks share the cores of one machine; one thread each is fairest, and safe after a fork.
     torch.set_num_threads(1)
     os.environ.update(
+        # Libraries that find it unset choose a number of threads themselves, and more than one hang after a fork.
+        OMP_NUM_THREADS="1",
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
