@@ -31,7 +31,7 @@ from tokennorm.recipes.dspark.generate import read_answers, stop_token_ids
 RESULTS = Path(__file__).parent / "results"
 PROPOSALS = 7
 SEEDS = (0, 1)
-STRUCTURED, FREE_FORM = 900, 300
+STRUCTURED, FREE_FORM = 1300, 300
 LONG_EPOCHS, SHORT_EPOCHS = 6, 2
 
 

@@ -151,6 +151,7 @@ def test_alone_there_is_no_group_and_nothing_to_leave() -> None:
 
 
 FAILING_SCRIPT = """
+import os
 import sys
 sys.path.insert(0, {root!r})
 from tests.engine.toy import ToyLM, ToyWindows, build_engine
@@ -170,7 +171,8 @@ with distributed_session(DistributedConfig(device="cpu")) as runtime:
     engine.objective = failing
     for window in ToyWindows(rank=runtime.rank, world_size=runtime.world_size, repeat=100):
         engine.train_step(window)
-        print("finished", engine.step, flush=True)
+        # One write: print's own goes out in pieces, and another rank's may come between them.
+        os.write(1, f"rank {{runtime.rank}} finished {{engine.step}}\\n".encode())
 """
 
 
@@ -179,19 +181,17 @@ def test_a_rank_that_raises_ends_all_ranks_with_its_traceback(tmp_path: Path) ->
     script.write_text(FAILING_SCRIPT.format(root=str(Path(__file__).resolve().parents[2])))
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script)]
-    start = time.monotonic()
+    # The limit is the assertion: without an abort the other rank waits ten minutes.
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=180,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    seconds = time.monotonic() - start
     assert done.returncode != 0
-    assert "finished 1" in done.stdout
+    assert "rank 0 finished 1\n" in done.stdout
     assert "finished 3" not in done.stdout
     assert "ValueError: planted in the middle of a window" in done.stderr
     assert "(raised on rank 1 of 2)" in done.stderr
     assert 'raise ValueError("planted' in done.stderr, "the traceback shows the line"
-    assert seconds < 45, f"{seconds:.0f} s, the start of three Pythons included"
