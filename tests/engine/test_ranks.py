@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import unittest.mock
 from pathlib import Path
 from typing import Any
