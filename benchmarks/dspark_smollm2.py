@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 PROPOSALS = 7
 SEEDS = (0, 1)
 STRUCTURED, FREE_FORM = 1300, 300
-LONG_EPOCHS, SHORT_EPOCHS = 6, 2
+LONG_EPOCHS, SHORT_EPOCHS = 8, 1
 
 
 @dataclass(frozen=True, kw_only=True)
