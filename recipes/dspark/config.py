@@ -212,20 +212,27 @@ class EvaluateConfig:
     """Most tokens of an answer."""
     temperature: float = 0.0
     """0: greedy; otherwise sampling at this temperature."""
-    confidence_threshold: float = 0.4
+    confidence_threshold: float | None = None
     """Decode once more, verifying a proposal only while the estimated probability that all up to it are accepted
-    is at least this; 0: don't."""
+    is at least this. None: what is fastest on this machine, with a limit of proposals. 0: don't."""
+    schedule_prompts_per_group: int = 4
+    """Held-out prompts of each group, none of those above, that the fastest schedule is chosen on."""
     calibrate: bool = True
     """Measure and calibrate the confidence head."""
     seed: int = 0
     """Seed of sampling, and of the halves that calibration is fit and reported on."""
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts_per_group", 1), ("untrained_prompts_per_group", 0), ("max_new_tokens", 2)):
+        for name, least in _EVALUATE_LEAST:
             _require(getattr(self, name) >= least, f"evaluate.{name}", getattr(self, name), f"{least} or more")
         _require(self.temperature >= 0, "evaluate.temperature", self.temperature, "0 (greedy) or more")
         threshold = self.confidence_threshold
-        _require(0 <= threshold < 1, "evaluate.confidence_threshold", threshold, "a number in [0, 1)")
+        _require(
+            threshold is None or 0 <= threshold < 1,
+            "evaluate.confidence_threshold",
+            threshold,
+            "a number in [0, 1), or none",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +314,7 @@ def demo() -> DSparkConfig:
     """
     return DSparkConfig(
         answers=AnswersConfig(
-            per_group=300, only={"free_form": 60}, held_out_per_group=12, max_new_tokens=112, batch_size=60
+            per_group=300, only={"free_form": 60}, held_out_per_group=16, max_new_tokens=112, batch_size=60
         ),
         cache=CacheConfig(batch_tokens=2048, shard_tokens=4096),
         draft=DrafterConfig(block_size=5, layers=1, mask_token_id=16, vocabulary=8192, markov_rank=128),
@@ -318,6 +325,14 @@ def demo() -> DSparkConfig:
         run=RunConfig(dir="runs/dspark-demo"),
         evaluate=EvaluateConfig(prompts_per_group=12, max_new_tokens=96),
     )
+
+
+_EVALUATE_LEAST = (
+    ("prompts_per_group", 1),
+    ("untrained_prompts_per_group", 0),
+    ("schedule_prompts_per_group", 1),
+    ("max_new_tokens", 2),
+)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

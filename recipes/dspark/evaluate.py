@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tokennorm.data import terminal_progress
 from tokennorm.draft import (
     DecodeReport,
+    DraftModel,
     VerificationSchedule,
     calibrate,
     compare_reports,
@@ -27,6 +29,7 @@ from tokennorm.recipes.dspark.config import DSparkConfig
 from tokennorm.recipes.dspark.decoding import PLAIN, DecodedPrompt, DecodingFile, Way, decode_prompts
 from tokennorm.recipes.dspark.folder import StageFolder
 from tokennorm.recipes.dspark.generate import Answer, read_answers, stop_token_ids
+from tokennorm.recipes.dspark.schedule import choose_by_measuring
 
 __all__ = ["evaluate", "first_of_each_group"]
 
@@ -72,15 +75,8 @@ def _decode(
     target, tokenizer = load_target(config, runtime.device)
     trained = load_drafter(folder.drafter, target=target).to(runtime.device).eval()
     ways = {TRAINED: Way(drafter=trained)}
-    if options.confidence_threshold and trained.confidence_head is not None:
-        schedule = VerificationSchedule(threshold=options.confidence_threshold)
-        ways[SCHEDULED] = Way(drafter=trained, schedule=schedule)
-    if options.untrained_prompts_per_group:
-        documents = load_answers(folder.answers, max_length=config.data.max_length)
-        new = build_drafter(config, target, tokenizer, documents).eval()
-        ways[UNTRAINED] = Way(drafter=new, prompts_per_group=options.untrained_prompts_per_group)
-    prompts = first_of_each_group(read_answers(folder.held_out), options.prompts_per_group)
-    stops = stop_token_ids(target, tokenizer)
+    answers, stops = read_answers(folder.held_out), stop_token_ids(target, tokenizer)
+    prompts = first_of_each_group(answers, options.prompts_per_group)
     settings = {
         "target": fingerprint_target(target),
         "tokenizer": fingerprint_tokenizer(tokenizer),
@@ -89,6 +85,14 @@ def _decode(
         "stop_token_ids": list(stops),
         **{name: value for name, value in config_to_dict(options).items() if name not in _NOT_SETTINGS},
     }
+    schedule = _schedule(config, folder, target, trained, (answers, prompts), settings, say)
+    settings["schedule"] = None if schedule is None else asdict(schedule)
+    if schedule is not None:
+        ways[SCHEDULED] = Way(drafter=trained, schedule=schedule)
+    if options.untrained_prompts_per_group:
+        documents = load_answers(folder.answers, max_length=config.data.max_length)
+        new = build_drafter(config, target, tokenizer, documents).eval()
+        ways[UNTRAINED] = Way(drafter=new, prompts_per_group=options.untrained_prompts_per_group)
     file = DecodingFile(folder.evaluation / "prompts.jsonl", settings)
     known = sum(prompt.id in file.done for prompt in prompts)
     groups = sorted({prompt.group for prompt in prompts})
@@ -110,6 +114,41 @@ def _decode(
             progress=bar or _say_now_and_then(say),
         )
     return target, results
+
+
+def _schedule(
+    config: DSparkConfig,
+    folder: StageFolder,
+    target: Any,
+    drafter: DraftModel,
+    held_out: tuple[Sequence[Answer], Sequence[Answer]],
+    settings: dict[str, Any],
+    say: Say,
+) -> VerificationSchedule | None:
+    """The configured one, or the fastest on prompts that are not reported; of ``held_out`` the second are."""
+    options, (answers, reported) = config.evaluate, held_out
+    threshold = options.confidence_threshold
+    if threshold is not None:
+        wanted = threshold > 0 and drafter.confidence_head is not None
+        return VerificationSchedule(threshold=threshold) if wanted else None
+    ids = {prompt.id for prompt in reported}
+    more = first_of_each_group(answers, options.prompts_per_group + options.schedule_prompts_per_group)
+    others = [prompt for prompt in more if prompt.id not in ids]
+    if not others:
+        say("no held-out prompts are left to choose a schedule on: decoding without one")
+        return None
+    return choose_by_measuring(
+        target,
+        drafter,
+        others,
+        folder.evaluation / "schedule.json",
+        settings=settings,
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=settings["stop_token_ids"],
+        temperature=options.temperature,
+        seed=options.seed,
+        say=say,
+    )
 
 
 def _say_now_and_then(say: Say) -> Callable[[int, int], None]:

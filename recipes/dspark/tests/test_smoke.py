@@ -160,6 +160,12 @@ def test_one_command_goes_from_prompts_to_an_export_and_does_nothing_twice(
     assert "\ntrained: 4 of 4 answers identical" in lines
     assert "\nscheduled: 4 of 4 answers identical" in lines
     assert list((root / "evaluation").glob("*.png"))
+    # The schedule was chosen on the one held-out prompt that is in no table.
+    assert "schedule, chosen on 1 other held-out prompts" in lines
+    chosen = json.loads((root / "evaluation" / "schedule.json").read_text())
+    decoded = (root / "evaluation" / "prompts.jsonl").read_text().splitlines()
+    assert not {json.loads(line)["id"] for line in decoded[1:]} & set(chosen["settings"]["prompts"])
+    assert json.loads(decoded[0])["settings"]["schedule"] == chosen["schedule"]
     target = AutoModelForCausalLM.from_pretrained(tiny_folder / "model")
     drafter = load_drafter(root / "export", target=target)
     assert drafter.config.draft_vocab_size == 128

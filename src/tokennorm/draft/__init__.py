@@ -26,6 +26,7 @@ from tokennorm.draft.common import DSparkForwardOutput, teacher_positions
 from tokennorm.draft.config import DraftConfig
 from tokennorm.draft.context import ContextKV
 from tokennorm.draft.decoding.compare import Difference, OutputComparison, compare_outputs, explain_difference
+from tokennorm.draft.decoding.costs import DecodeCosts, ScheduleChoice, choose_schedule, measure_costs
 from tokennorm.draft.decoding.group import DecodeGroup
 from tokennorm.draft.decoding.plain import plain_decode
 from tokennorm.draft.decoding.proposals import Proposal, propose
@@ -69,6 +70,7 @@ __all__ = [
     "ContextKV",
     "DSparkForwardOutput",
     "DSparkSums",
+    "DecodeCosts",
     "DecodeGroup",
     "DecodeReport",
     "Decoded",
@@ -86,6 +88,7 @@ __all__ = [
     "Proposal",
     "ReportComparison",
     "Round",
+    "ScheduleChoice",
     "SlotPlan",
     "VerificationSchedule",
     "WarmStart",
@@ -93,6 +96,7 @@ __all__ = [
     "calibrate",
     "calibration_metrics",
     "calibration_report",
+    "choose_schedule",
     "collate_log_totals",
     "collate_states",
     "compare_outputs",
@@ -112,6 +116,7 @@ __all__ = [
     "layer_ids_to_server",
     "load_drafter",
     "make_blocks",
+    "measure_costs",
     "plain_decode",
     "plan_slots",
     "propose",
