@@ -180,8 +180,8 @@ def _timed(entry: Entry, results: Path) -> Iterator[str]:
     drafts = ", ".join(f"{1000 * seconds:.1f}" for seconds in chosen["costs"]["draft_seconds"])
     yield (
         f"`trained` verifies all proposals, `scheduled` at most {limit} and only while the estimated probability "
-        f"that all so far are accepted is at least {schedule['threshold']}: the fastest on {others} other held-out "
-        "prompts. Plain decoding ran in the same process, prompt by prompt. Measured for the choice, in "
+        f"that all so far are accepted is at least {schedule['threshold']}: the fastest on {others} other "
+        "held-out prompts. Plain decoding ran in the same process, prompt by prompt. Measured for the choice, in "
         f"milliseconds: the target over 1 to 8 tokens {passes}; drafting 0 to 7 proposals {drafts}.\n"
     )
     yield f"![decoding]({name}_decoding.png)\n"
