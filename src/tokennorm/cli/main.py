@@ -29,6 +29,7 @@ commands:
   audit WHAT     prove a training loop right, or name its mistake: sft or dspark (our recipes), or trainer
                    tokennorm audit sft                        34 layouts of ranks, micro-batches and packs
                    tokennorm audit trainer transformers:Trainer --model mixtral
+  report RUN     one HTML page of a run's curves and configuration, or a comparison of several; also while they run
   fetch MODEL    bring an embedded model to this machine: smollm2-135m
 
 options:
@@ -41,6 +42,7 @@ COMMANDS = {
     "train": "tokennorm.cli.train",
     "draft": "tokennorm.cli.draft",
     "audit": "tokennorm.cli.audit",
+    "report": "tokennorm.cli.report",
     "fetch": "tokennorm.cli.fetch",
 }
 
