@@ -20,6 +20,7 @@ import pytest
 import tokennorm
 from recipes.sft.tests.tiny import build_folder
 from tokennorm import cli
+from tokennorm.cli.go_on import go_on
 from tokennorm.cli.main import COMMANDS
 from tokennorm.errors import DataError
 from tokennorm.recipes import dspark, sft
@@ -245,7 +246,23 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_interrupt_prints_one_line_and_ends(folder: Path) -> None:
+def test_the_command_to_go_on_names_the_folder_and_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    started = ["train", "sft", "--run.resume", "--data.path", "my chats.jsonl"]
+    assert go_on(started, Path("runs/a")) == (
+        "tokennorm train sft --data.path 'my chats.jsonl' --run.dir runs/a --run.resume"
+    )
+    started = ["train", "dspark", "--run.dir", "runs/d"]
+    assert go_on(started, Path("runs/d/train")) == "tokennorm train dspark --run.dir runs/d --run.resume"
+    assert go_on(["draft", "run"], Path("runs/dspark/train")) == "tokennorm draft run"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert go_on(started, None).startswith("torchrun --nnodes 2 --nproc_per_node 4 -m tokennorm train dspark ")
+
+
+def test_interrupt_saves_says_how_to_go_on_and_ends(folder: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, *arguments(folder, "stopped", "--train.epochs", "100000")],
         stdout=subprocess.PIPE,
@@ -263,4 +280,9 @@ def test_interrupt_prints_one_line_and_ends(folder: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 130
-    assert re.fullmatch(r"\n?interrupted at step \d+/\d+; nothing was saved\n", errors)
+    first, blank, stopped, command = errors.splitlines()
+    assert (first, blank) == ("SIGINT: the run ends after this step (Ctrl-C again: at once)", "")
+    saved = folder / "stopped" / "checkpoints"
+    assert re.fullmatch(rf"stopped by SIGINT after step \d+/\d+; the checkpoint is {saved}/step-\d+", stopped)
+    assert command.startswith("go on with: tokennorm train sft ")
+    assert command.endswith("--run.resume")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import tokennorm
+from tokennorm.cli.go_on import go_on
 from tokennorm.errors import ConfigError, TokenNormError
 
 __all__ = ["main"]
@@ -72,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"\n{interrupt or 'interrupted'}", file=sys.stderr, flush=True)
-        return 130
+            if getattr(interrupt, "checkpoint", None) is not None:
+                print(f"go on with: {go_on(arguments, getattr(interrupt, 'folder', None))}", file=sys.stderr)
+        # A run that ended on request says how: 143 for SIGTERM, 130 for SIGINT.
+        return getattr(interrupt, "exit_code", 130)
     except Exception as error:
         _tell_torchrun(error)
         raise

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from tokennorm.engine.checkpoint import CheckpointStore
@@ -12,6 +15,7 @@ from tokennorm.engine.evaluate import EvalReport
 from tokennorm.engine.objective import Batch
 from tokennorm.engine.progress import ProgressPrinter
 from tokennorm.engine.run_folder import RunFolder
+from tokennorm.engine.signals import RunStopped, StopRequest
 from tokennorm.errors import ConfigError, DataError
 
 __all__ = ["LoopConfig", "TrainReport", "WindowSource", "train"]
@@ -88,6 +92,9 @@ def train(
 ) -> TrainReport:
     """Train until ``total_steps`` optimizer steps are done or the windows run out.
 
+    SIGTERM or SIGINT on any rank ends the run on all of them, after the step that is being made and with a
+    checkpoint, if there is a store for it.
+
     Args:
         engine: at step 0, or where a checkpoint left it.
         windows: this rank's windows.
@@ -100,28 +107,43 @@ def train(
 
     Raises:
         DataError: the windows ran out before any optimizer step of a run that had not begun.
+        RunStopped: a signal asked for the end; it says where the run goes on.
     """
     config = config or LoopConfig()
     progress = progress or ProgressPrinter(total_steps, enabled=False)
     held_out = _Evaluator(engine, evaluate, run, progress)
     start = engine.step
     summary = TrainReport()
-    try:
+
+    def save() -> Path | None:
+        if checkpoints is None:
+            return None
+        if engine.step == start:
+            return checkpoints.latest()
+        return checkpoints.save(engine, loader_state=windows.state_dict())
+
+    with _ending_on_request(
+        engine, total_steps, run, checkpoints, save, announce=progress.enabled
+    ) as end_if_asked:
         if start == 0:
             summary.before = held_out()
+            end_if_asked()
         progress.pause()
         for window in windows if start < total_steps else ():
             report = engine.train_step(window)
             _log(report, run, progress, config, total_steps)
             summary.total_tokens += report.total_tokens
+            if report.skipped is None:
+                summary.steps += 1
+                summary.effective_tokens += report.effective_tokens
+            end_if_asked()
             if report.skipped is not None:
                 continue
-            summary.steps += 1
-            summary.effective_tokens += report.effective_tokens
             if engine.step == total_steps:
                 break
             if config.eval_every and engine.step % config.eval_every == 0:
                 held_out()
+                end_if_asked()
             if checkpoints is not None and config.save_every and engine.step % config.save_every == 0:
                 checkpoints.save(engine, loader_state=windows.state_dict())
             progress.pause()
@@ -134,11 +156,41 @@ def train(
         summary.after = held_out()
         if checkpoints is not None and engine.step > start:
             checkpoints.save(engine, loader_state=windows.state_dict())
-    except KeyboardInterrupt:
-        latest = None if checkpoints is None else checkpoints.latest()
-        saved = f"the last checkpoint is {latest}" if latest else "nothing was saved"
-        raise KeyboardInterrupt(f"interrupted at step {engine.step}/{total_steps}; {saved}") from None
     return summary
+
+
+@contextmanager
+def _ending_on_request(
+    engine: Engine,
+    total_steps: int,
+    run: RunFolder | None,
+    checkpoints: CheckpointStore | None,
+    save: Callable[[], Path | None],
+    *,
+    announce: bool,
+) -> Iterator[Callable[[], None]]:
+    """Yield what raises RunStopped when a signal came; call it between windows, on every rank."""
+    with StopRequest(device=engine.device, group=engine.dp_group, announce=announce) as stop:
+
+        def end_if_asked() -> None:
+            if number := stop.agreed():
+                saved = save()
+                raise RunStopped(
+                    f"stopped by {signal.Signals(number).name} after step {engine.step}/{total_steps}; "
+                    + (f"the checkpoint is {saved}" if saved else "nothing was saved"),
+                    signal=number,
+                    checkpoint=saved,
+                    folder=None if run is None else run.path,
+                )
+
+        try:
+            yield end_if_asked
+        except RunStopped:
+            raise
+        except KeyboardInterrupt:
+            latest = None if checkpoints is None else checkpoints.latest()
+            saved = f"the last checkpoint is {latest}" if latest else "nothing was saved"
+            raise KeyboardInterrupt(f"interrupted at step {engine.step}/{total_steps}; {saved}") from None
 
 
 class _Evaluator:
