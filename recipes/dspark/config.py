@@ -296,6 +296,12 @@ class DSparkConfig:
                 why="it would never learn, and its guesses would be exported",
                 fix="set draft.confidence to False, or give loss.confidence a weight",
             )
+        if self.distributed.strategy != "ddp":
+            raise ConfigError(
+                f"distributed.strategy is {self.distributed.strategy!r}, but a drafter is trained with ddp",
+                why="it is small, and the frozen target that it learns from is not split",
+                fix="leave distributed.strategy out",
+            )
 
 
 def default() -> DSparkConfig:

@@ -1,6 +1,7 @@
 """The training engine: one exact optimizer step, and the run around it. It knows no data and no model family."""
 
 from tokennorm.engine.checkpoint import CheckpointStore
+from tokennorm.engine.clipping import clip_gradients
 from tokennorm.engine.distributed import (
     DistributedConfig,
     Runtime,
@@ -18,12 +19,15 @@ from tokennorm.engine.export import export_pretrained
 from tokennorm.engine.loop import LoopConfig, TrainReport, WindowSource, train
 from tokennorm.engine.objective import Batch, CausalLMObjective, Objective, ObjectiveOutput
 from tokennorm.engine.optim import OptimConfig, build_optimizer, build_scheduler, learning_rate_factor
+from tokennorm.engine.precision import AutocastObjective, autocast_dtype, build_scaler, precision_notes
 from tokennorm.engine.progress import ProgressPrinter, format_step_line
 from tokennorm.engine.refused import RefusedFolder, RefusedMicroBatch
 from tokennorm.engine.rng import capture_rng_state, restore_rng_state, seed_everything
 from tokennorm.engine.run_folder import RunFolder, config_to_dict
+from tokennorm.engine.sharding import decoder_blocks, is_sharded, reshard, wrap_fsdp, wrap_model
 
 __all__ = [
+    "AutocastObjective",
     "Batch",
     "CausalLMObjective",
     "CheckpointStore",
@@ -43,22 +47,31 @@ __all__ = [
     "TrainReport",
     "WindowSource",
     "all_ranks_or_none",
+    "autocast_dtype",
     "broadcast_from_main",
     "build_optimizer",
+    "build_scaler",
     "build_scheduler",
     "capture_rng_state",
     "check_ranks_agree",
+    "clip_gradients",
     "config_to_dict",
+    "decoder_blocks",
     "distributed_session",
     "evaluate",
     "export_pretrained",
     "format_step_line",
+    "is_sharded",
     "learning_rate_factor",
     "move_to_device",
+    "precision_notes",
+    "reshard",
     "restore_rng_state",
     "seed_everything",
     "set_gradient_sync",
     "train",
     "unwrap_model",
     "wrap_ddp",
+    "wrap_fsdp",
+    "wrap_model",
 ]

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tokennorm.errors import ConfigError, DistributedError, TokenNormError
@@ -32,6 +33,9 @@ T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
+# Set on an FSDP2 model whose gradients are reduce-scattered at every micro-batch.
+SHARDED_GRADIENTS = "_tokennorm_sharded_gradients"
+
 # How a collective fails when the other side is gone (gloo's words; NCCL raises DistBackendError).
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 
@@ -46,8 +50,30 @@ class DistributedConfig:
     """CPU threads of each rank; by default the cores of this machine divided by its ranks."""
     timeout_s: float = 600.0
     """Seconds that a collective may wait for another rank before it is an error."""
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """ddp: a whole model on each rank. fsdp: one, split over all ranks. hsdp: one per group of shard_ranks."""
+    shard_ranks: int | None = None
+    """hsdp: ranks that hold one model together, neighbours; by default those of a machine."""
+    head_unit: Literal["root", "own"] = "root"
+    """fsdp, hsdp: gather embedding and head with the rest of the model, or each when it runs (less memory)."""
+    accumulate: Literal["full", "sharded"] = "full"
+    """fsdp, hsdp: gradients between micro-batches, whole on each rank (less traffic) or split (less memory)."""
 
     def __post_init__(self) -> None:
+        for name, allowed in (
+            ("strategy", ("ddp", "fsdp", "hsdp")),
+            ("head_unit", ("root", "own")),
+            ("accumulate", ("full", "sharded")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"distributed.{name} is {getattr(self, name)!r}", fix=f"give {' or '.join(allowed)}"
+                )
+        if self.shard_ranks is not None and (self.shard_ranks < 1 or self.strategy != "hsdp"):
+            raise ConfigError(
+                f"distributed.shard_ranks is {self.shard_ranks} with the strategy {self.strategy}",
+                fix="give 1 or more with hsdp; leave it out otherwise",
+            )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"distributed.threads is {self.threads}", fix="give 1 or more, or none")
         if self.timeout_s <= 0:
@@ -238,12 +264,20 @@ def wrap_ddp(model: nn.Module, runtime: Runtime) -> nn.Module:
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
     """Say whether the next forward and backward reduce gradients over the ranks.
 
-    It has to be set before the forward, which prepares the reduction: the same as ``no_sync()`` around both.
+    It has to be set before the forward, which prepares the reduction: the same as ``no_sync()`` around both. A
+    model whose gradients are to stay split (``accumulate="sharded"``) is reduced inside each group of shards in
+    any case, and between the groups only when ``sync`` is set.
     """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync
+    elif isinstance(model, FSDPModule):
+        model.set_is_last_backward(sync)
+        if getattr(model, SHARDED_GRADIENTS, False):
+            model.set_requires_all_reduce(sync)
+        else:
+            model.set_requires_gradient_sync(sync)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP."""
+    """Return the module inside DDP. FSDP2 does not wrap: its model is returned as it is."""
     return model.module if isinstance(model, DistributedDataParallel) else model

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from tokennorm.engine.clipping import clip_gradients
 from tokennorm.engine.distributed import set_gradient_sync
 from tokennorm.engine.evaluate import move_to_device
 from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
+from tokennorm.engine.precision import step_with_scaler
 from tokennorm.engine.refused import RefusedMicroBatch, dummy_maker, judged_loss
 from tokennorm.errors import EmptyWindowError, NonFiniteError
 from tokennorm.kit import TokenNormedLossKit
@@ -146,7 +147,7 @@ class Engine:
         self.scaler.unscale_(self.optimizer)
         self.token_loss_kit.rescale_gradients(self.model.parameters(), self._stats)
         self._grad_norm = self._clip_gradients()
-        self._overflow = self._step_optimizer()
+        self._overflow = self._step_optimizer(self._grad_norm)
         if not self._overflow:
             self.step += 1
             if self.scheduler is not None:
@@ -177,10 +178,7 @@ class Engine:
         return False
 
     def _clip_gradients(self) -> Tensor:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        norm = clip_gradients(self.model.parameters(), self.max_grad_norm)
         # In fp16 an overflow is the scaler's everyday business: it skips the step and lowers its scale.
         if not self.scaler.is_enabled() and not bool(torch.isfinite(norm)):
             raise NonFiniteError(
@@ -190,12 +188,12 @@ class Engine:
             )
         return norm
 
-    def _step_optimizer(self) -> bool:
-        """Step through the scaler; return whether it skipped the step because of an overflow."""
-        before = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.is_enabled() and self.scaler.get_scale() < before
+    def _step_optimizer(self, norm: Tensor) -> bool:
+        """Step, through the scaler when there is one; return whether an overflow kept the weights in place."""
+        if not self.scaler.is_enabled():
+            self.optimizer.step()
+            return False
+        return step_with_scaler(self.scaler, self.optimizer, norm, self._stats.gradient_scale)
 
     def _report(self) -> StepReport:
         stats = self._stats

@@ -1,0 +1,142 @@
+"""Mixed precision: float32 weights and sums of gradients around arithmetic in half the bits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
+from tokennorm.engine.sharding import is_sharded
+from tokennorm.errors import ConfigError, NonFiniteError
+
+__all__ = [
+    "Autocast",
+    "AutocastObjective",
+    "autocast_dtype",
+    "build_scaler",
+    "precision_notes",
+    "step_with_scaler",
+]
+
+Autocast = Literal["none", "bfloat16", "float16"]
+"""What matrix products are computed in; weights, sums of gradients and losses keep their own dtype."""
+
+# Below fp16's smallest normal number a loss scale has no use: some thirty overflows in a row.
+_SMALLEST_SCALE = 2.0**-14
+
+
+def autocast_dtype(name: Autocast) -> torch.dtype | None:
+    """Return the dtype that a configuration names.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    known: dict[str, torch.dtype | None] = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ConfigError(f"autocast is {name!r}", fix=f"give {', '.join(known)}")
+    return known[name]
+
+
+class AutocastObjective:
+    """Runs an objective under ``torch.autocast``: training, dummies and evaluation alike.
+
+    Weights of record, their gradients and the reduction over ranks stay as they are (float32); backward runs in
+    the dtypes that forward chose. A sharded model casts by its own policy
+    (:func:`~tokennorm.engine.sharding.wrap_fsdp`, ``param_dtype``) and is run without autocast.
+
+    Args:
+        objective: any; its ``dummy`` is this one's too.
+        dtype: bfloat16 or float16.
+        device_type: where the model is.
+    """
+
+    def __init__(self, objective: Objective, dtype: torch.dtype, device_type: str = "cpu") -> None:
+        self.objective, self.dtype, self.device_type = objective, dtype, device_type
+
+    def __call__(self, model: nn.Module, batch: Batch) -> ObjectiveOutput:
+        """Return the sums of ``batch``."""
+        if is_sharded(model):
+            return self.objective(model, batch)
+        with torch.autocast(self.device_type, dtype=self.dtype):
+            return self.objective(model, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else (``dummy``, ``model_kwargs``) is the inner objective's."""
+        if name == "objective":
+            raise AttributeError(name)
+        return getattr(self.objective, name)
+
+
+def build_scaler(dtype: torch.dtype | None, device_type: str) -> torch.amp.GradScaler | None:
+    """Return a loss scaler for float16, which has no room for small gradients; None for other dtypes."""
+    return torch.amp.GradScaler(device_type) if dtype is torch.float16 else None
+
+
+def precision_notes(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
+    """Say in words what the settings do to the sums of gradients; an empty list when they stay in float32.
+
+    Args:
+        model: wrapped.
+        dtype: of the autocast.
+    """
+    trainable = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    half = sorted(str(one).removeprefix("torch.") for one in trainable if one.itemsize < 4)
+    notes = []
+    if half:
+        kept = {torch.bfloat16: 8, torch.float16: 11}
+        bits = min(kept.get(one, 8) for one in trainable if one.itemsize < 4)
+        notes.append(
+            f"gradients add up in {' and '.join(half)}, which rounds each sum to {bits} bits; float32 weights "
+            "with autocast keep 24"
+        )
+    if dtype is not None and trainable and all(one.itemsize < 4 for one in trainable):
+        notes.append("the trainable weights are in half precision already: autocast changes little")
+    return notes
+
+
+def step_with_scaler(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, norm: Tensor, gradient_scale: float
+) -> bool:
+    """Step unless the gradient overflowed, decide the same on every rank, and move the loss scale.
+
+    What decides is the global norm after the rescale, not what the scaler found in this rank's own gradients: so
+    ranks that hold parts of a gradient agree, and an infinity that the rescale itself made is seen as well.
+
+    Args:
+        scaler: after its ``unscale_``.
+        optimizer: of the weights.
+        norm: global norm of the exact gradient, the same on every rank.
+        gradient_scale: what the gradients were multiplied by.
+
+    Returns:
+        Whether the step was skipped.
+
+    Raises:
+        NonFiniteError: the rescale factor is not finite, or the loss scale has fallen so low that an overflow is
+            no longer its fault.
+    """
+    if not math.isfinite(gradient_scale):
+        raise NonFiniteError(
+            f"the factor that makes gradients exact is {gradient_scale}",
+            why="every gradient would become infinite or NaN, which the loss scaler no longer looks for",
+            fix="leave backward_divisor to the kit",
+        )
+    if bool(torch.isfinite(norm)):
+        optimizer.step()
+        scaler.update()
+        return False
+    before = scaler.state_dict()
+    after = before["scale"] * before["backoff_factor"]
+    if after < _SMALLEST_SCALE:
+        raise NonFiniteError(
+            f"gradients overflow in float16 even at a loss scale of {before['scale']:g}",
+            why="the model itself gives NaN or infinity, and no scale can help; the weights are as they were",
+            fix="train in bfloat16, or look for bad rows with the loss guard",
+        )
+    scaler.update(new_scale=after)
+    # The scaler counts steps since the last overflow only when it found the overflow itself.
+    scaler.load_state_dict({**before, "scale": after, "_growth_tracker": 0})
+    return True
