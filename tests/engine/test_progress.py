@@ -53,6 +53,12 @@ def test_counts(count: float, text: str) -> None:
     assert format_count(count) == text
 
 
+def test_the_line_shows_mfu_when_it_is_known() -> None:
+    numbers = {"step": 1, "total_steps": 2, "loss": 1.0, "lr": 1e-5, "effective_tokens": 1, "total_tokens": 1}
+    line = format_step_line(grad_norm=1.0, tokens_per_second=50, mfu=0.413, eta_seconds=3, **numbers)
+    assert line.endswith("tok 1/1  50 tok/s  mfu 41%  eta 3s")
+
+
 def test_small_gradients_keep_their_digits() -> None:
     numbers = {"step": 1, "total_steps": 1, "loss": 1.0, "lr": 1e-5, "effective_tokens": 1, "total_tokens": 1}
     assert "grad 4.2e-03" in format_step_line(grad_norm=0.0042, **numbers)

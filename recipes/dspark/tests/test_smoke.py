@@ -36,7 +36,11 @@ def one(tiny_folder: Path) -> DSparkResult:
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if name != "seconds"} for line in lines if kind in line]
+    return [
+        {name: line[name] for name in line if name not in ("seconds", "memory_bytes")}
+        for line in lines
+        if kind in line
+    ]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

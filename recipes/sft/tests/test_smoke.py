@@ -33,7 +33,11 @@ def one(tiny_folder: Path) -> SftResult:
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if name != "seconds"} for line in lines if kind in line]
+    return [
+        {name: line[name] for name in line if name not in ("seconds", "memory_bytes")}
+        for line in lines
+        if kind in line
+    ]
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:

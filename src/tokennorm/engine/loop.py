@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tokennorm.engine.checkpoint import CheckpointStore
 from tokennorm.engine.engine import Engine, StepReport
@@ -16,6 +17,8 @@ from tokennorm.engine.objective import Batch
 from tokennorm.engine.progress import ProgressPrinter
 from tokennorm.engine.run_folder import RunFolder
 from tokennorm.engine.signals import RunStopped, StopRequest
+from tokennorm.engine.sinks import check_sinks, open_sinks
+from tokennorm.engine.throughput import StepCost
 from tokennorm.errors import ConfigError, DataError
 
 __all__ = ["LoopConfig", "TrainReport", "WindowSource", "train"]
@@ -53,8 +56,17 @@ class LoopConfig:
     """Checkpoints to keep; older ones are deleted."""
     log_every: int = 1
     """Print a line every so many steps (metrics.jsonl has every step)."""
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl; each needs its package."""
+    project: str = "tokennorm"
+    """The name that trackio and wandb gather runs under."""
+    peak_tflops: float | None = None
+    """Peak of one device in TFLOP/s, for MFU; by default the dense bf16 peak of a known GPU."""
 
     def __post_init__(self) -> None:
+        check_sinks(self.sinks)
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            raise ConfigError(f"loop.peak_tflops is {self.peak_tflops}", fix="give a positive number, or none")
         for name, least in (("eval_every", 0), ("save_every", 0), ("keep_last", 1), ("log_every", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"loop.{name} is {getattr(self, name)}", fix=f"give {least} or more")
@@ -122,16 +134,18 @@ def train(
             return checkpoints.latest()
         return checkpoints.save(engine, loader_state=windows.state_dict())
 
-    with _ending_on_request(
-        engine, total_steps, run, checkpoints, save, announce=progress.enabled
-    ) as end_if_asked:
+    cost = StepCost(engine.model, engine.device, peak_tflops=config.peak_tflops, ranks=engine.dp_world_size)
+    with (
+        _metrics_to_sinks(run, config, start),
+        _ending_on_request(engine, total_steps, run, checkpoints, save, announce=progress.enabled) as end_if_asked,
+    ):
         if start == 0:
             summary.before = held_out()
             end_if_asked()
         progress.pause()
         for window in windows if start < total_steps else ():
             report = engine.train_step(window)
-            _log(report, run, progress, config, total_steps)
+            _log(report, window, cost, run, progress, config, total_steps)
             summary.total_tokens += report.total_tokens
             if report.skipped is None:
                 summary.steps += 1
@@ -193,6 +207,24 @@ def _ending_on_request(
             raise KeyboardInterrupt(f"interrupted at step {engine.step}/{total_steps}; {saved}") from None
 
 
+@contextmanager
+def _metrics_to_sinks(run: RunFolder | None, config: LoopConfig, first_step: int) -> Iterator[None]:
+    """Give the run's records to the sinks that were asked for, as long as this lasts."""
+    if run is None or not config.sinks or not run.runtime.is_main:
+        yield
+        return
+
+    def warn(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    run.sinks = open_sinks(config.sinks, folder=run.path, project=config.project, say=warn, first_step=first_step)
+    try:
+        yield
+    finally:
+        run.sinks.close()
+        run.sinks = None
+
+
 class _Evaluator:
     """Evaluates, prints and logs."""
 
@@ -228,9 +260,18 @@ class _Evaluator:
 
 
 def _log(
-    report: StepReport, run: RunFolder | None, progress: ProgressPrinter, config: LoopConfig, total_steps: int
+    report: StepReport,
+    window: Sequence[Batch],
+    cost: StepCost,
+    run: RunFolder | None,
+    progress: ProgressPrinter,
+    config: LoopConfig,
+    total_steps: int,
 ) -> None:
     seconds = progress.tick(int(report.total_tokens))
+    costs = cost.measure(
+        window, total_tokens=report.total_tokens, effective_tokens=report.effective_tokens, seconds=seconds
+    )
     if run is not None:
         run.log(
             {
@@ -241,6 +282,7 @@ def _log(
                 "effective_tokens": report.effective_tokens,
                 "total_tokens": report.total_tokens,
                 "seconds": round(seconds, 4),
+                **costs,
                 **report.metrics,
                 **({} if report.skipped is None else {"skipped": report.skipped}),
                 **({} if not report.refused else {"refused": [one.record() for one in report.refused]}),
@@ -260,4 +302,5 @@ def _log(
             effective_tokens=round(report.effective_tokens),
             total_tokens=int(report.total_tokens),
             metrics=report.metrics,
+            mfu=costs.get("mfu"),
         )

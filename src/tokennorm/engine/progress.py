@@ -47,6 +47,7 @@ def format_step_line(
     tokens_per_second: float | None = None,
     eta_seconds: float | None = None,
     extras: str = "",
+    mfu: float | None = None,
 ) -> str:
     """Return one step's line; ``tok`` is supervised/total tokens of the window, ``tok/s`` counts the total."""
     parts = [f"step {step}/{total_steps}", f"loss {loss:.4f}{extras}"]
@@ -57,6 +58,8 @@ def format_step_line(
     parts.append(f"tok {effective_tokens:,}/{total_tokens:,}")
     if tokens_per_second is not None and math.isfinite(tokens_per_second):
         parts.append(f"{format_count(tokens_per_second)} tok/s")
+    if mfu is not None:
+        parts.append(f"mfu {100 * mfu:.0f}%")
     if eta_seconds is not None:
         parts.append(f"eta {format_duration(eta_seconds)}")
     return "  ".join(parts)
@@ -121,6 +124,7 @@ class ProgressPrinter:
         effective_tokens: int,
         total_tokens: int,
         metrics: Mapping[str, float | None] | None = None,
+        mfu: float | None = None,
     ) -> None:
         """Print the line of one step."""
         seconds = [duration for duration, _ in self._recent]
@@ -136,6 +140,7 @@ class ProgressPrinter:
                 effective_tokens=effective_tokens,
                 total_tokens=total_tokens,
                 tokens_per_second=self.tokens_per_second,
+                mfu=mfu,
                 eta_seconds=None if mean is None else mean * (self.total_steps - step),
             )
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokennorm.engine.distributed import Runtime, broadcast_from_main
+from tokennorm.engine.sinks import MetricSink
 from tokennorm.errors import ConfigError
 
 __all__ = ["RunFolder", "config_to_dict"]
@@ -51,6 +52,8 @@ class RunFolder:
         self.runtime = runtime or Runtime()
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        # Further places for the records, while a training has any open.
+        self.sinks: MetricSink | None = None
         self._metrics = self.path / "metrics.jsonl"
         # Rank 0 looks before it writes anything, and every rank hears what it saw.
         problem = broadcast_from_main(self._prepare(resume) if self.runtime.is_main else None, self.runtime)
@@ -95,6 +98,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with self._metrics.open("a") as file:
                 file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            if self.sinks is not None:
+                self.sinks.log(record)
 
     def forget_after(self, step: int) -> None:
         """Drop the lines of steps that a resumed run will do again, also a last line cut off by a kill."""
