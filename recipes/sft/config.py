@@ -8,7 +8,17 @@ from typing import Literal
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
 
-__all__ = ["DataConfig", "GuardConfig", "ModelConfig", "RunConfig", "SftConfig", "TrainConfig", "default", "demo"]
+__all__ = [
+    "DataConfig",
+    "GuardConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RunConfig",
+    "SftConfig",
+    "TrainConfig",
+    "default",
+    "demo",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +31,46 @@ class ModelConfig:
     """Data type of weights, gradients and optimizer state. Sums of losses are float64 in any case."""
     chunk_size: int | None = None
     """Rows of logits held at once; by default a memory budget decides. Changes memory, not results."""
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    """Compute in this, with float32 weights, gradients and reductions. float16 scales the loss (GradScaler)."""
+    gradient_checkpointing: bool = False
+    """Compute each block again in backward instead of keeping what it held: less memory, a third more time."""
+    compile: bool = False
+    """Compile the decoder; the head and its loss stay as they are. Same gradients. Not with fsdp or hsdp."""
+    compile_backend: str = "inductor"
+    """Backend of torch.compile; inductor needs a C++ compiler on CPU."""
+
+    def __post_init__(self) -> None:
+        _require(self.autocast in ("none", "bfloat16", "float16"), "model.autocast", self.autocast, "a half dtype")
+        _require(
+            self.autocast == "none" or self.dtype != "float64",
+            "model.autocast",
+            self.autocast,
+            "none with float64 weights: half precision would undo them",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters that learn on a frozen base. With model.dtype bfloat16 the base takes half the memory, and the
+    adapters are float32 all the same. (A base in 4 bits is not supported.)"""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, and all weights learn."""
+    alpha: int | None = None
+    """The adapters' output is multiplied by alpha / rank; by default alpha is twice the rank."""
+    dropout: float = 0.0
+    """Part of the adapters' input that is dropped in training."""
+    target_modules: tuple[str, ...] = ()
+    """Last parts of the names of the linear layers that get one; by default all but the head."""
+    export: Literal["merged", "adapter"] = "merged"
+    """Export the model that base and adapters make together, or the adapters alone (for peft)."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "lora.rank", self.rank, "1 or more, or 0 for none")
+        _require(self.alpha is None or self.alpha >= 1, "lora.alpha", self.alpha, "1 or more")
+        _require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "a number in [0, 1)")
+        _require(self.export in ("merged", "adapter"), "lora.export", self.export, "merged or adapter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +190,8 @@ class SftConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model that learns."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters instead of all weights; off by default."""
     data: DataConfig = field(default_factory=DataConfig)
     """Chats and windows."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -154,6 +206,26 @@ class SftConfig:
     """The run folder."""
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     """Devices and ranks."""
+
+    def __post_init__(self) -> None:
+        if self.model.compile and self.distributed.strategy != "ddp":
+            raise ConfigError(
+                f"model.compile with distributed.strategy {self.distributed.strategy!r}",
+                why="a split model's weights are gathered between its blocks, which one graph can't hold",
+                fix="leave one of them out",
+            )
+        if self.run.checkpoints and self.distributed.strategy != "ddp":
+            raise ConfigError(
+                f"run.checkpoints with distributed.strategy {self.distributed.strategy!r}",
+                why="a checkpoint is written by rank 0, which has only its part of a split model",
+                fix="add --run.no-checkpoints; the trained model is exported whole all the same",
+            )
+        if self.model.autocast == "float16" and self.model.dtype != "float32" and self.lora.rank == 0:
+            raise ConfigError(
+                f"model.autocast is 'float16' with {self.model.dtype} weights",
+                why="a loss scaler needs weights and gradients that float16 is narrower than",
+                fix="use model.dtype float32, or model.autocast bfloat16",
+            )
 
 
 def default() -> SftConfig:

@@ -12,6 +12,7 @@ import torch
 
 from tokennorm.data import Batch, WindowLoader, require_isolated_documents
 from tokennorm.engine import (
+    AutocastObjective,
     CausalLMObjective,
     CheckpointStore,
     Engine,
@@ -20,24 +21,30 @@ from tokennorm.engine import (
     RefusedFolder,
     RunFolder,
     Runtime,
+    autocast_dtype,
     broadcast_from_main,
     build_optimizer,
+    build_scaler,
     build_scheduler,
     check_ranks_agree,
     config_to_dict,
     distributed_session,
     evaluate,
     export_pretrained,
+    is_sharded,
+    precision_notes,
+    reshard,
     seed_everything,
     train,
     unwrap_model,
-    wrap_ddp,
 )
 from tokennorm.kit import TokenNormedLossKit
 from tokennorm.recipes.common import load_causal_lm
 from tokennorm.recipes.common.quiet import quiet_transformers
+from tokennorm.recipes.sft.adapters import export_lora
 from tokennorm.recipes.sft.config import SftConfig
 from tokennorm.recipes.sft.datasets import Datasets, RunWindows, build_datasets, eval_batches
+from tokennorm.recipes.sft.modelling import adapt, place
 
 __all__ = ["SftJob", "SftResult", "prepare", "run"]
 
@@ -118,7 +125,7 @@ def run(config: SftConfig) -> SftResult:
             progress.say(f"held-out loss {before:.4f} -> {after:.4f}  ({after - before:+.4f} nats per token)")
         _answer(job, config, runtime, progress, "after")
         if config.run.export:
-            _export(job, run_folder, runtime, progress)
+            _export(job, config, run_folder, runtime, progress)
         return SftResult(folder=run_folder.path, before=before, after=after, steps=job.engine.step)
 
 
@@ -130,8 +137,6 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
     """
     seed_everything(config.train.seed + runtime.rank)
     model, tokenizer = load_causal_lm(config.model.path, config.model.dtype)
-    if config.model.dtype == "bfloat16":
-        say("note: gradients add up in bfloat16, which rounds each sum to 8 bits; float32 is exact to 24")
     datasets = build_datasets(
         config.data, tokenizer, seed=config.train.seed, say=say, show_progress=runtime.is_main
     )
@@ -156,21 +161,25 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         require_isolated_documents(
             model, batch_size=config.data.micro_batch_size, forward_options=objective.model_kwargs
         )
+    model = adapt(model, config)
     model = kit.apply_chunked_token_loss_patch(model, chunk_size=config.model.chunk_size)
-    torch.nn.Module.to(model, runtime.device).train()
+    precision = autocast_dtype(config.model.autocast)
     windows = _windows(config, datasets, tokenizer, runtime)
     total_steps = windows.loader.total_windows(config.train.epochs)
     if config.train.max_steps is not None:
         total_steps = min(total_steps, config.train.max_steps)
     identity = _identity(config, datasets, total_steps)
     check_ranks_agree({**identity, "torch": torch.__version__}, runtime)
-    wrapped = wrap_ddp(model, runtime)
+    wrapped = place(model, config, runtime)
+    for note in precision_notes(wrapped, precision):
+        say(f"note: {note}")
     optimizer = build_optimizer(wrapped, config.optim)
     engine = Engine(
         model=wrapped,
         optimizer=optimizer,
-        objective=objective,
+        objective=AutocastObjective(objective, precision, runtime.device.type) if precision else objective,
         scheduler=build_scheduler(optimizer, config.optim, total_steps),
+        scaler=build_scaler(precision, runtime.device.type),
         device=runtime.device,
         dp_world_size=runtime.world_size,
         dp_group=runtime.group,
@@ -223,11 +232,14 @@ def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[s
     resolved = config_to_dict(config)
     data = {name: resolved["data"][name] for name in resolved["data"] if not name.startswith(("eval_", "path"))}
     guard = {name: value for name, value in resolved["guard"].items() if name != "files"}
+    lora = {name: value for name, value in resolved["lora"].items() if name != "export"}
+    autocast = config.model.autocast
     return {
         # Left out when it is off, so that a checkpoint from before there was a guard still fits.
         **({"guard": guard} if config.guard.enabled else {}),
+        **({"lora": lora} if config.lora.rank else {}),
         "data": {**data, "tokens": datasets.fingerprint()},
-        "model": {"dtype": config.model.dtype},
+        "model": {"dtype": config.model.dtype, **({"autocast": autocast} if autocast != "none" else {})},
         "optim": resolved["optim"],
         "train": {**resolved["train"], "max_steps": total_steps},
     }
@@ -245,7 +257,8 @@ def _resume(job: SftJob, store: CheckpointStore, run_folder: RunFolder, progress
 
 
 def _answer(job: SftJob, config: SftConfig, runtime: Runtime, progress: ProgressPrinter, when: str) -> None:
-    if config.run.question is None or not runtime.is_main:
+    # A split model answers on all ranks or on none: each forward gathers its weights from all of them.
+    if config.run.question is None or not (runtime.is_main or is_sharded(job.engine.model)):
         return
     text = generate_answer(
         unwrap_model(job.engine.model), job.tokenizer, config.run.question, config.run.answer_tokens
@@ -273,13 +286,20 @@ def generate_answer(model: Any, tokenizer: Any, question: str, tokens: int) -> s
         )
     finally:
         model.train(training)
+        reshard(model)
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
-def _export(job: SftJob, run_folder: RunFolder, runtime: Runtime, progress: ProgressPrinter) -> None:
+def _export(
+    job: SftJob, config: SftConfig, run_folder: RunFolder, runtime: Runtime, progress: ProgressPrinter
+) -> None:
     model: Any = unwrap_model(job.engine.model)
     # Training switches the cache off; who loads the export wants to generate.
     model.config.use_cache = True
+    files: dict[str, Any] = {"tokenizer": job.tokenizer, "runtime": runtime}
     with quiet_transformers():
-        path = export_pretrained(model, run_folder.export, tokenizer=job.tokenizer, runtime=runtime)
+        if config.lora.rank:
+            path = export_lora(model, run_folder.export, config=config.lora, base=config.model, **files)
+        else:
+            path = export_pretrained(model, run_folder.export, **files)
     progress.say(f"exported {path}")

@@ -147,7 +147,7 @@ def by_definition(model: nn.Module, samples: Sequence[Sample], dtype: torch.dtyp
         logits = model(input_ids=sample.input_ids.unsqueeze(0)).logits[0]
         labels = sample.shift_labels()
         (F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / count).backward()
-    return [parameter.grad.double() for parameter in model.parameters()]
+    return [parameter.grad.double() for parameter in model.parameters() if parameter.requires_grad]
 
 
 def run_window(

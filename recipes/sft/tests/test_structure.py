@@ -48,7 +48,7 @@ def test_order_of_reduce_unscale_rescale_clip_optimizer_scheduler(
     record(engine.scaler, "unscale_")
     record(engine.scheduler, "step")
     # The clipping that really multiplies gradients, where the engine looks it up.
-    record(__import__("tokennorm.engine.engine", fromlist=["x"]), "clip_grads_with_norm_")
+    record(__import__("tokennorm.engine.clipping", fromlist=["x"]), "clip_grads_with_norm_")
     engine.optimizer.register_step_pre_hook(lambda *_: calls.append("optimizer"))
     window = next(iter(job.windows))
     report = engine.train_step(window)

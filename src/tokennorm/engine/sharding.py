@@ -89,7 +89,7 @@ def wrap_fsdp(
         # The head's backward follows at once: gathering it twice would be one collective more for nothing.
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not head)
     _same_on_all_ranks(model, runtime)
-    wrapped = fully_shard(model, mesh=mesh, mp_policy=policy)
+    wrapped: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
     setattr(wrapped, SHARDED_GRADIENTS, accumulate == "sharded")
     return wrapped
 

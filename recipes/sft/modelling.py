@@ -1,0 +1,65 @@
+"""What a run does to the model before it trains: adapters, checkpointing, compiling, wrapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from tokennorm.engine import Runtime, autocast_dtype, wrap_model
+from tokennorm.errors import ConfigError
+from tokennorm.recipes.sft.adapters import add_lora
+from tokennorm.recipes.sft.config import SftConfig
+
+__all__ = ["adapt", "compile_decoder", "place"]
+
+
+def adapt(model: Any, config: SftConfig) -> Any:
+    """Add adapters and gradient checkpointing as configured; before the loss patch.
+
+    Raises:
+        ConfigError: the model has no gradient checkpointing, or no layer for adapters.
+    """
+    if config.model.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(
+                f"{type(model).__name__} has no gradient checkpointing",
+                fix="leave model.gradient_checkpointing off",
+            )
+        # Its new name and its old one. Not the reentrant kind: that gives no gradient where a block's input needs
+        # none, as with adapters.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return add_lora(model, config.lora, seed=config.train.seed)
+
+
+def place(model: Any, config: SftConfig, runtime: Runtime) -> nn.Module:
+    """Compile, move to the device and wrap for the ranks; after the loss patch.
+
+    A model that is to be split stays where it is until its units are moved one by one.
+    """
+    splits = config.distributed.strategy != "ddp" and runtime.world_size > 1
+    if config.model.compile:
+        compile_decoder(model, config.model.compile_backend)
+    if not splits:
+        nn.Module.to(model, runtime.device)
+    model.train()
+    return wrap_model(
+        model, runtime, config.distributed, param_dtype=autocast_dtype(config.model.autocast) if splits else None
+    )
+
+
+def compile_decoder(model: Any, backend: str | Callable[..., Any]) -> None:
+    """Compile, in place, what comes before the head.
+
+    The head and its loss are left out: the losses of a patched model are Python that a graph can't hold, and take
+    three matrix products in any case. Names of weights stay as they are. Shapes are dynamic: micro-batches differ
+    in length, and each would be compiled anew.
+
+    Args:
+        model: a causal LM of transformers, perhaps with adapters.
+        backend: of ``torch.compile``, by name or as a function.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner.base_model.compile(backend=backend, dynamic=True)

@@ -1,0 +1,70 @@
+"""Split models, half precision and adapters in real runs of two steps: what they train and what they export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from recipes.sft.tests.tiny import tiny_config
+from tokennorm.engine import DistributedConfig
+from tokennorm.recipes.sft import run
+from tokennorm.recipes.sft.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
+from tokennorm.testing import spawn_ranks
+
+
+def short(folder: Path, name: str, **changes: Any) -> Any:
+    settings = RunConfig(dir=str(folder / name), checkpoints=False, question="say beta 1 times", answer_tokens=3)
+    return tiny_config(folder, name, **{"run": settings, "train": TrainConfig(max_steps=2), **changes})
+
+
+def split_on_rank(rank: int, world_size: int, folder: str) -> tuple[float | None, float | None]:
+    config = DistributedConfig(strategy="fsdp", head_unit="own", accumulate="sharded")
+    result = run(short(Path(folder), "split", distributed=config))
+    return result.before, result.after
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float64).state_dict()
+
+
+def test_a_split_run_trains_and_exports_the_same_model(tiny_folder: Path) -> None:
+    one = run(short(tiny_folder, "whole"))
+    for result in spawn_ranks(split_on_rank, 2, str(tiny_folder), timeout_s=280):
+        assert result.value[0] == pytest.approx(one.before, rel=1e-10)
+        assert result.value[1] == pytest.approx(one.after, rel=1e-6)
+    start = AutoModelForCausalLM.from_pretrained(tiny_folder / "model", dtype=torch.float64).state_dict()
+    weights = exported(tiny_folder / "whole")
+    for name, weight in exported(tiny_folder / "split").items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-7)
+        assert (weight - start[name]).abs().max() > 1e-4, "everything was trained"
+    config = json.loads((tiny_folder / "split" / "export" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_float16_run_with_adapters_exports_the_merged_model(tiny_folder: Path) -> None:
+    path = str(tiny_folder / "model")
+    model = ModelConfig(path=path, dtype="float32", autocast="float16", gradient_checkpointing=True)
+    # A loss scale of 65536 overflows once or twice before it fits.
+    config = short(tiny_folder, "adapted", model=model, lora=LoraConfig(rank=4, alpha=4))
+    result = run(config)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after < result.before
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).state_dict()
+    adapter = load_file(result.folder / "export-adapter" / "adapter_model.safetensors")
+    merged = exported(result.folder)
+    assert len(adapter) == 2 * 7 * 2
+    for name, weight in base.items():
+        stem = "base_model.model." + name.removesuffix(".weight")
+        if f"{stem}.lora_A.weight" not in adapter:
+            assert torch.equal(merged[name], weight), name
+            continue
+        learned = adapter[f"{stem}.lora_B.weight"].double() @ adapter[f"{stem}.lora_A.weight"].double()
+        assert learned.abs().max() > 1e-5, name
+        torch.testing.assert_close(merged[name], weight + learned, rtol=1e-6, atol=1e-7)
