@@ -136,6 +136,12 @@ def _question(chat: Any, where: str) -> tuple[tuple[str, str], ...]:
     # An answer to come makes the chat whole, so that the rules for chats hold here too.
     whole = [*chat, {"role": "assistant", "content": "-"}] if isinstance(chat, list) and chat else chat
     messages = Conversation(messages=whole, source=where).messages
+    beyond = sorted({key for message in messages for key in message} - {"role", "content"})
+    if beyond:
+        raise DataError(
+            f"{where}: a message has {', '.join(beyond)}, which a prompt does not hold",
+            fix="keep only role and content in each message",
+        )
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
         raise DataError(f"{where}: no message of the user", fix="the target answers the last user message")

@@ -10,28 +10,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokennorm.data import (
+    BadRows,
     Batch,
     ChatDataset,
-    Conversation,
+    Document,
+    MixtureOrder,
+    MixtureSource,
     Position,
     WindowLoader,
     collate_padded,
+    default_cache_folder,
     load_pydoc,
-    read_jsonl,
+    parse_mixture,
+    read_source,
     terminal_progress,
 )
+from tokennorm.engine import config_to_dict
 from tokennorm.errors import DataError
 from tokennorm.recipes.sft.config import DataConfig
 
 __all__ = ["Datasets", "RunWindows", "build_datasets", "eval_batches"]
 
+# Fewer are encoded faster than somebody notices, and would only fill the cache.
+CACHED_ROWS = 1000
+# Fields of the configuration that decide the windows, given the tokens.
+DECIDING = (
+    "max_length",
+    "packing",
+    "pack_length",
+    "micro_batch_size",
+    "micro_batches_per_window",
+    "shuffle",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """The two parts; ``held_out`` is None when nothing is to be evaluated."""
+    """The two parts; ``held_out`` is None when nothing is to be evaluated.
+
+    ``order`` gives the samples of each epoch where they come from a mixture, else None. ``groups`` are the names
+    of its sources.
+    """
 
     train: ChatDataset
     held_out: ChatDataset | None
+    order: MixtureOrder | None = None
+    groups: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
         """Return a hash of every token and mask that is trained on."""
@@ -40,64 +64,135 @@ class Datasets:
             digest.update(sample.input_ids.numpy().tobytes() + sample.supervised.numpy().tobytes() + b"|")
         return digest.hexdigest()[:16]
 
+    def identity(self, config: DataConfig) -> dict[str, Any]:
+        """Return what decides the order of the tokens: a checkpoint must have it in common with a run.
+
+        What is at its default is left out, except what always was there: a checkpoint from before there was the
+        option still fits.
+        """
+        resolved, defaults = config_to_dict(config), config_to_dict(DataConfig())
+        identity = {name: resolved[name] for name in DECIDING}
+        for name in ("turns", "pack_buffer"):
+            if resolved[name] != defaults[name]:
+                identity[name] = resolved[name]
+        if self.order is not None:
+            parts = zip(self.order.sizes, self.order.weights, strict=True)
+            identity["mixture"] = [f"{size} samples, weight {weight}" for size, weight in parts]
+        return identity
+
 
 def build_datasets(
     config: DataConfig, tokenizer: Any, *, seed: int, say: Callable[[str], None], show_progress: bool = False
 ) -> Datasets:
-    """Read, split and encode the chats, and say what became of them.
+    """Read, split and encode the sources, and say what became of them.
 
     Raises:
-        DataError: nothing readable, nothing supervised, or too little to hold any out.
+        DataError: nothing readable, nothing supervised, too many bad rows, or too little to hold any out.
     """
-    train, held_out = _conversations(config, seed, say)
-    parts: dict[str, ChatDataset] = {}
-    for name, conversations in (("train", train), ("held-out", held_out)):
-        if conversations:
-            with terminal_progress(f"encoding {name}", enabled=show_progress) as progress:
-                parts[name] = ChatDataset.encode(
-                    conversations, tokenizer, max_length=config.max_length, progress=progress
-                )
-    evaluated = parts.get("held-out")
+    sources = parse_mixture(config.mixture)
+    bad_rows = BadRows(action=config.bad_rows, max_share=config.max_bad_share)
+    make = _Maker(config=config, tokenizer=tokenizer, bad_rows=bad_rows, say=say, show_progress=show_progress)
+    parts = [make.parts(source, seed) for source in sources or [None]]
+    train = ChatDataset.concatenate([part for part, _ in parts])
+    held_out = [part for _, part in parts if part is not None]
+    if config.eval_path is not None:
+        held_out = [make.encode(make.read(config.eval_path), "held-out", None)]
+    evaluated = ChatDataset.concatenate(held_out) if held_out else None
     if evaluated is not None and config.eval_tokens is not None:
         evaluated = evaluated.take(
             min_supervised_tokens=min(config.eval_tokens, sum(evaluated.supervised_lengths))
         )
-    say(f"train: {parts['train'].describe()}")
+    say(f"train: {train.describe()}")
+    order = None
+    if sources:
+        sizes = [len(part) for part, _ in parts]
+        order = MixtureOrder(sizes, [source.weight for source in sources], seed=seed, shuffle=config.shuffle)
+        for line in _shares([part for part, _ in parts], order, [source.name for source in sources]):
+            say(line)
     if evaluated is not None:
         say(f"held-out: {evaluated.describe()}")
-    for sentence in parts["train"].statistics.warnings():
+    for sentence in (*train.notes, *train.statistics.warnings()):
         say(f"note: {sentence}")
-    return Datasets(train=parts["train"], held_out=evaluated)
+    return Datasets(train=train, held_out=evaluated, order=order, groups=tuple(source.name for source in sources))
 
 
-def _conversations(
-    config: DataConfig, seed: int, say: Callable[[str], None]
-) -> tuple[Sequence[Conversation], Sequence[Conversation]]:
-    if config.path == "pydoc":
-        pydoc = load_pydoc()
-        say(pydoc.describe())
-        train: Sequence[Conversation] = [pair.conversation for pair in pydoc.train]
-        if config.eval_path is None:
-            return train, [pair.conversation for pair in pydoc.held_out]
-        return train, read_jsonl(config.eval_path)
-    everything = read_jsonl(config.path)
-    if config.eval_path is not None:
-        return everything, read_jsonl(config.eval_path)
-    number = math.ceil(config.eval_fraction * len(everything))
-    if number == 0:
-        return everything, []
-    if number == len(everything):
-        raise DataError(
-            f"{config.path} has {len(everything)} chat, and it can't be both trained on and held out",
-            fix="add chats, give data.eval_path, or set data.eval_fraction to 0",
+def _shares(parts: Sequence[ChatDataset], order: MixtureOrder, names: Sequence[str]) -> list[str]:
+    supervised = [
+        float(weight) * sum(part.supervised_lengths) for part, weight in zip(parts, order.weights, strict=True)
+    ]
+    return [
+        f"mixture: {name} with weight {weight}: {order.count(index):,} samples in the first epoch "
+        f"(it has {len(part):,}), {supervised[index] / sum(supervised):.1%} of the supervised tokens"
+        for index, (name, weight, part) in enumerate(zip(names, order.weights, parts, strict=True))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """Reads and encodes sources, all in the same way."""
+
+    config: DataConfig
+    tokenizer: Any
+    bad_rows: BadRows
+    say: Callable[[str], None]
+    show_progress: bool
+
+    def parts(self, source: MixtureSource | None, seed: int) -> tuple[ChatDataset, ChatDataset | None]:
+        """Training and held-out part of one source; None: the source of data.path."""
+        path, name = (self.config.path, None) if source is None else (source.path, source.name)
+        if path == "pydoc":
+            pydoc = load_pydoc()
+            self.say(pydoc.describe())
+            train: Sequence[Document] = [pair.conversation for pair in pydoc.train]
+            held_out: Sequence[Document] = [pair.conversation for pair in pydoc.held_out]
+            held_out = [] if self.config.eval_path is not None else held_out
+        else:
+            train, held_out = self._split(self.read(path), path, seed)
+        return self.encode(train, "train", name), self.encode(held_out, "held-out", name) if held_out else None
+
+    def read(self, path: str) -> Sequence[Document]:
+        """All documents of a source; says which rows are left out."""
+        rows = read_source(path, bad_rows=self.bad_rows)
+        for sentence in self.bad_rows.report(rows.errors, rows.num_rows, rows.where):
+            self.say(f"note: {sentence}")
+        return rows.documents
+
+    def encode(self, documents: Sequence[Document], part: str, name: str | None) -> ChatDataset:
+        """Encode one part of a source."""
+        label = part if name is None else f"{part} {name}"
+        with terminal_progress(f"encoding {label}", enabled=self.show_progress) as progress:
+            return ChatDataset.encode(
+                documents,
+                self.tokenizer,
+                max_length=self.config.max_length,
+                turns=self.config.turns,
+                group=name,
+                bad_rows=self.bad_rows,
+                workers=self.config.workers,
+                cache=default_cache_folder() if self.config.cache and len(documents) >= CACHED_ROWS else None,
+                progress=progress,
+            )
+
+    def _split(
+        self, everything: Sequence[Document], path: str, seed: int
+    ) -> tuple[list[Document], list[Document]]:
+        if self.config.eval_path is not None:
+            return list(everything), []
+        number = math.ceil(self.config.eval_fraction * len(everything))
+        if number == 0:
+            return list(everything), []
+        if number == len(everything):
+            raise DataError(
+                f"{path} has {len(everything)} chat, and it can't be both trained on and held out",
+                fix="add chats, give data.eval_path, or set data.eval_fraction to 0",
+            )
+        order = list(range(len(everything)))
+        random.Random(f"held out {seed}").shuffle(order)
+        chosen = set(order[:number])
+        return (
+            [chat for index, chat in enumerate(everything) if index not in chosen],
+            [everything[index] for index in sorted(chosen)],
         )
-    order = list(range(len(everything)))
-    random.Random(f"held out {seed}").shuffle(order)
-    chosen = set(order[:number])
-    return (
-        [chat for index, chat in enumerate(everything) if index not in chosen],
-        [everything[index] for index in sorted(chosen)],
-    )
 
 
 class RunWindows:
@@ -122,12 +217,18 @@ class RunWindows:
 
 
 def eval_batches(
-    dataset: ChatDataset, *, batch_size: int, pad_token_id: int, rank: int, world_size: int
+    dataset: ChatDataset,
+    *,
+    batch_size: int,
+    pad_token_id: int,
+    rank: int,
+    world_size: int,
+    groups: Sequence[str] = (),
 ) -> list[Batch]:
     """Return one rank's evaluation batches; chats of like length share one, so that little is padded."""
     order = sorted(range(len(dataset)), key=lambda index: dataset.lengths[index])
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     return [
-        collate_padded([dataset[index] for index in batch], pad_token_id=pad_token_id)
+        collate_padded([dataset[index] for index in batch], pad_token_id=pad_token_id, group_names=groups)
         for batch in batches[rank::world_size]
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tokennorm.data import Batch, WindowLoader, require_isolated_documents
+from tokennorm.data import Batch, Prefetch, WindowLoader, require_isolated_documents
 from tokennorm.engine import (
     AutocastObjective,
     CausalLMObjective,
@@ -106,9 +106,10 @@ def run(config: SftConfig) -> SftResult:
         )
         _answer(job, config, runtime, progress, "before")
         start = time.monotonic()
+        depth = config.data.prefetch
         report = train(
             job.engine,
-            job.windows,
+            Prefetch(job.windows, depth) if depth else job.windows,
             total_steps=job.total_steps,
             config=config.loop,
             evaluate=job.evaluate if job.datasets.held_out is not None else None,
@@ -156,7 +157,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
             window_size=guard.window_size,
             min_history=guard.min_history,
         )
-    objective = CausalLMObjective()
+    objective = CausalLMObjective(groups=datasets.groups)
     if config.data.packing:
         require_isolated_documents(
             model, batch_size=config.data.micro_batch_size, forward_options=objective.model_kwargs
@@ -165,6 +166,9 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
     model = kit.apply_chunked_token_loss_patch(model, chunk_size=config.model.chunk_size)
     precision = autocast_dtype(config.model.autocast)
     windows = _windows(config, datasets, tokenizer, runtime)
+    if config.data.packing:
+        rate = windows.loader.fill_rate()
+        say(f"packing: rows of {windows.loader.pack_length} tokens, {rate:.1%} filled")
     total_steps = windows.loader.total_windows(config.train.epochs)
     if config.train.max_steps is not None:
         total_steps = min(total_steps, config.train.max_steps)
@@ -194,6 +198,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
             pad_token_id=_pad_id(tokenizer),
             rank=runtime.rank,
             world_size=runtime.world_size,
+            groups=datasets.groups,
         )
     return SftJob(
         engine=engine,
@@ -218,6 +223,8 @@ def _windows(config: SftConfig, datasets: Datasets, tokenizer: Any, runtime: Run
         seed=config.train.seed,
         rank=runtime.rank,
         world_size=runtime.world_size,
+        pack_buffer=data.pack_buffer,
+        order=datasets.order,
     )
     return RunWindows(loader, config.train.epochs)
 
@@ -230,7 +237,6 @@ def _pad_id(tokenizer: Any) -> int:
 def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[str, Any]:
     """Everything that decides the weights; where a run is saved or how often it reports is left out."""
     resolved = config_to_dict(config)
-    data = {name: resolved["data"][name] for name in resolved["data"] if not name.startswith(("eval_", "path"))}
     guard = {name: value for name, value in resolved["guard"].items() if name != "files"}
     lora = {name: value for name, value in resolved["lora"].items() if name != "export"}
     autocast = config.model.autocast
@@ -238,7 +244,7 @@ def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[s
         # Left out when it is off, so that a checkpoint from before there was a guard still fits.
         **({"guard": guard} if config.guard.enabled else {}),
         **({"lora": lora} if config.lora.rank else {}),
-        "data": {**data, "tokens": datasets.fingerprint()},
+        "data": {**datasets.identity(config.data), "tokens": datasets.fingerprint()},
         "model": {"dtype": config.model.dtype, **({"autocast": autocast} if autocast != "none" else {})},
         "optim": resolved["optim"],
         "train": {**resolved["train"], "max_steps": total_steps},

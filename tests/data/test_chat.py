@@ -232,6 +232,6 @@ def test_planted_mistakes_are_caught(make_tokenizer, monkeypatch, mistake):
     monkeypatch.setattr(turns, "_locate", locate)
     monkeypatch.setattr(chat_module, "_owners", owners)
     if mistake in ("no end token", "white space after it"):
-        monkeypatch.setattr(turns, "_end_token", lambda tail, _: "" if mistake == "no end token" else tail)
+        monkeypatch.setattr(turns, "end_token", lambda tail, _: "" if mistake == "no end token" else tail)
     found = supervised_texts(make_tokenizer("chatml"), Conversation(messages=MULTI_TURN, source="test"))
     assert found != [message["content"] + "<|im_end|>" for message in MULTI_TURN[1::2]]

@@ -20,6 +20,10 @@ def with_messages(*messages):
     return {"messages": list(messages)}
 
 
+def calling(calls):
+    return with_messages(USER, {"role": "assistant", "tool_calls": calls})
+
+
 USER, ASSISTANT = GOOD["messages"]
 
 
@@ -42,7 +46,11 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_data(tmp_path):
     [
         ('{"messages": [', "not JSON: Expecting value at column 15"),
         ("[1, 2]", "the row is a list, not an object"),
-        ({"prompt": "hi"}, r"no key messages \(keys: prompt\)"),
+        ({"prompt": "hi"}, r"no key messages and no key text \(keys: prompt\)"),
+        ({"text": "hi"}, "the row is plain text, a chat is needed here"),
+        ({"text": None}, "text is null, not text"),
+        ({"text": " \n"}, "the text is empty"),
+        ('{"text": "\\ud83d"}', "the text holds half a surrogate pair"),
         ({"messages": None}, "messages is null, not a list"),
         ({"messages": "hi"}, "messages is a str, not a list"),
         ({"messages": []}, "the list of messages is empty"),
@@ -58,7 +66,24 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_data(tmp_path):
             with_messages(USER, {**ASSISTANT, "weight": 0}),
             "message 1 has keys that tokennorm does not read: weight",
         ),
-        ({**GOOD, "tools": [{"name": "f"}]}, "the row has tools"),
+        (
+            with_messages({**USER, "tool_calls": [{"name": "f"}]}, ASSISTANT),
+            "message 0 has keys that tokennorm does not read: tool_calls",
+        ),
+        ({**GOOD, "documents": [{"title": "f"}]}, "the row has documents"),
+        ({**GOOD, "tools": {"name": "f"}}, "tools is a dict, not a list"),
+        ({**GOOD, "tools": [{"type": "function"}]}, "tool 0 has no name"),
+        ({**GOOD, "tools": "[{"}, "tools is text that is not JSON: .* at column 3"),
+        (calling("f"), r"message 1: tool_calls is a str, not a list"),
+        (calling(["f"]), r"message 1: tool call 0 is a str, not an object"),
+        (calling([{"function": {"arguments": {}}}]), "message 1: tool call 0 has no name"),
+        (calling([{"name": "f", "arguments": [1]}]), "message 1: tool call 0: arguments is a list, not an object"),
+        (
+            calling([{"name": "f", "arguments": "{a"}]),
+            "message 1: tool call 0: arguments is text that is not JSON",
+        ),
+        (calling([{"name": "f", "weight": 2}]), "message 1: tool call 0 has keys .*: weight"),
+        (calling([{"name": "f", "type": "code"}]), "message 1: tool call 0 has the type 'code'"),
         (
             '{"messages": [{"role": "user", "content": "\\ud83d"}]}',
             r"message 0 \(user\) holds half a surrogate pair at character 0",
@@ -69,6 +94,28 @@ def test_a_bad_row_is_named(tmp_path, row, message):
     path = write(tmp_path / "bad.jsonl", GOOD, row)
     with pytest.raises(DataError, match=f"bad.jsonl:2: {message}"):
         read_jsonl(path)
+
+
+def test_tool_calls_are_read_in_one_form():
+    arguments = {"city": "Paris", "days": 2}
+    long = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    for call in (
+        long,
+        {"name": "weather", "arguments": arguments},
+        {"function": {"name": "weather", "arguments": json.dumps(arguments)}},
+    ):
+        built = Conversation(
+            messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call]}], source="x"
+        )
+        assert built.messages[1] == {"role": "assistant", "content": "", "tool_calls": [long]}
+    named = Conversation(
+        messages=[USER, {"role": "assistant", "tool_calls": [{"id": "c1", **long}]}], source="x", tools="[]"
+    )
+    assert named.messages[1]["tool_calls"] == [{"id": "c1", **long}]
+    assert named.tools is None
+    # What tables put where a message has no such key.
+    filled = {**ASSISTANT, "tool_calls": None, "name": None, "weight": None, "tool_call_id": []}
+    assert Conversation(messages=[USER, filled], source="x").messages[1] == ASSISTANT
 
 
 def test_several_bad_rows_are_listed_and_counted(tmp_path):

@@ -87,7 +87,8 @@ def fingerprint(engine: Engine) -> dict[str, Any]:
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "memory_bytes")} for line in lines]
+    costs = ("seconds", "data_wait", "memory_bytes")
+    return [{k: v for k, v in line.items() if k not in costs} for line in lines]
 
 
 @pytest.mark.parametrize("kill_at", [4, 8])

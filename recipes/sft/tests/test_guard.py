@@ -41,6 +41,9 @@ def test_refused_micro_batches_are_reported_and_written_with_their_text(tiny_fol
     for file in files:
         (text,) = file["text"]
         assert "<|im_start|>user\nsay " in text
+        ((source,),) = file["batch"]["sources"]
+        line = (tiny_folder / "chats.jsonl").read_text().splitlines()[int(source.removeprefix("chats.jsonl:")) - 1]
+        assert json.loads(line)["messages"][0]["content"] in text
         assert sum(file["token_losses"]) / file["batch"]["effective_tokens"] == pytest.approx(file["loss"])
 
 

@@ -31,13 +31,13 @@ def one(tiny_folder: Path) -> SftResult:
     return SftResult(folder=tiny_folder / "ranks-1", before=before, after=after, steps=steps)
 
 
+# What a step cost differs from run to run.
+TIMES = ("seconds", "data_wait", "memory_bytes")
+
+
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: line[name] for name in line if name not in ("seconds", "memory_bytes")}
-        for line in lines
-        if kind in line
-    ]
+    return [{name: line[name] for name in line if name not in TIMES} for line in lines if kind in line]
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokennorm.data.conversation import Conversation, Message
+from tokennorm.data.tools import tool_name, with_name
+from tokennorm.data.turn_text import MARKER
 from tokennorm.data.turns import Turn, assistant_turns
 from tokennorm.errors import DataError
 
@@ -84,21 +86,33 @@ class ChatEncoder:
         )
         self._has_generation_block = GENERATION_BLOCK.search(template) is not None
 
-    def encode(self, conversation: Conversation) -> EncodedChat:
+    def encode(self, conversation: Conversation, *, only_last_turn: bool = False) -> EncodedChat:
         """Encode one conversation.
 
+        Args:
+            conversation: the chat, with its tools.
+            only_last_turn: supervise the last assistant message alone; the template may drop or change the
+                earlier ones.
+
         Raises:
-            DataError: the template refuses the conversation, drops or changes a message, or does not allow a
-                certain answer to which tokens the assistant writes.
+            DataError: the template refuses the conversation, drops or changes a message or a tool, or does not
+                allow a certain answer to which tokens the assistant writes.
         """
         source = conversation.source
 
         def render(messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-            return self._render(messages, source, add_generation_prompt)
+            return self._render(messages, conversation, add_generation_prompt)
 
         text = render(conversation.messages)
+        self._check_tools(conversation)
+        last = max(i for i, role in enumerate(conversation.roles) if role == "assistant")
         turns = assistant_turns(
-            conversation.messages, render, text, special_tokens=self._special_tokens, source=source
+            conversation.messages,
+            render,
+            text,
+            special_tokens=self._special_tokens,
+            source=source,
+            only=(last,) if only_last_turn else None,
         )
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         input_ids: list[int] = encoded["input_ids"]  # pyright: ignore[reportAssignmentType]
@@ -106,7 +120,7 @@ class ChatEncoder:
         owners = _owners(text, offsets, turns)
         if self._has_generation_block:
             block = self._generation_mask(conversation, len(input_ids))
-            supervised = _inside_block(block, owners, offsets, turns, source)
+            supervised = _inside_block(block, owners, offsets, turns, None if only_last_turn else source)
         else:
             supervised = [owner is not None for owner in owners]
         return EncodedChat(
@@ -119,15 +133,41 @@ class ChatEncoder:
             ),
         )
 
-    def _render(self, messages: Sequence[Message], source: str, add_generation_prompt: bool) -> str:
+    def _check_tools(self, conversation: Conversation) -> None:
+        """Every tool has to stand in the prompt, under a name that occurs nowhere else in it."""
+        if conversation.tools is None:
+            return
+        marks = [f"{MARKER}Tool{i}End" for i in range(len(conversation.tools))]
+        renamed = [with_name(tool, mark) for tool, mark in zip(conversation.tools, marks, strict=True)]
+        text = self._render(conversation.messages, conversation, False, tools=renamed)
+        for tool, mark in zip(conversation.tools, marks, strict=True):
+            if mark not in text:
+                raise DataError(
+                    f"{conversation.source}: the chat template does not show the tool {tool_name(tool)!r}",
+                    why="the model would learn to call tools that its prompt does not offer",
+                    fix="use a model whose chat template knows tools, or remove tools from the data",
+                )
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        chat: Conversation,
+        add_generation_prompt: bool,
+        *,
+        tools: list[Any] | None = None,
+    ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
+                list(messages),
+                tools=tools or _tool_list(chat),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._options,
             )
         except Exception as error:  # whatever a template raises, jinja's own errors and Python's alike
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"{source}: the chat template refuses the roles [{roles}]: {type(error).__name__}: {error}",
+                f"{chat.source}: the chat template refuses the roles [{roles}]: {type(error).__name__}: {error}",
                 fix="change the order of the messages, or remove roles that the template does not know",
             ) from error
         assert isinstance(text, str)
@@ -136,6 +176,7 @@ class ChatEncoder:
     def _generation_mask(self, conversation: Conversation, length: int) -> list[bool]:
         encoded = self.tokenizer.apply_chat_template(
             list(conversation.messages),
+            tools=_tool_list(conversation),
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
@@ -150,6 +191,10 @@ class ChatEncoder:
                 fix="correct the chat template",
             )
         return mask
+
+
+def _tool_list(conversation: Conversation) -> list[Any] | None:
+    return None if conversation.tools is None else list(conversation.tools)
 
 
 def _owners(text: str, offsets: Sequence[tuple[int, int]], turns: Sequence[Turn]) -> list[int | None]:
@@ -179,10 +224,15 @@ def _inside_block(
     owners: Sequence[int | None],
     offsets: Sequence[tuple[int, int]],
     turns: Sequence[Turn],
-    source: str,
+    source: str | None,
 ) -> list[bool]:
-    """Narrow the turns to the template's own marks; a turn that is marked at all keeps its end token."""
-    _check_block(block, owners, source)
+    """Narrow the turns to the template's own marks; a turn that is marked at all keeps its end token.
+
+    With a ``source`` the marks are checked; without one some turns are left out on purpose, and their marks
+    belong to none.
+    """
+    if source is not None:
+        _check_block(block, owners, source)
     marked = {owner for owner, inside in zip(owners, block, strict=True) if inside and owner is not None}
     return [
         owner is not None and (inside or (owner in marked and offset[0] >= turns[owner].content_end))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tokennorm.data.chat import ChatEncoder
-from tokennorm.data.conversation import Conversation
+from tokennorm.data.bad_rows import BadRows
+from tokennorm.data.cache import encode_cached
+from tokennorm.data.documents import Document
+from tokennorm.data.encoding import EncodedDocument, EncodeSettings, Progress
+from tokennorm.data.sample import IGNORE_INDEX, DatasetStatistics, Sample
 from tokennorm.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,102 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["IGNORE_INDEX", "ChatDataset", "DatasetStatistics", "Progress", "Sample", "check_max_length"]
 
-IGNORE_INDEX = -100
-Progress = Callable[[int, int], None]
-"""Called with (done, total) conversations."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
-    """One document.
-
-    Attributes:
-        input_ids: [L] int64.
-        supervised: [L] bool, the assistant writes this token.
-        source: where it comes from.
-    """
-
-    input_ids: Tensor
-    supervised: Tensor
-    source: str
-
-    def __len__(self) -> int:
-        return self.input_ids.shape[0]
-
-    def shift_labels(self) -> Tensor:
-        """[L] int64: the token that each position must predict, -100 where it is not supervised.
-
-        The last position predicts nothing, and nothing predicts the first token.
-        """
-        labels = torch.full_like(self.input_ids, IGNORE_INDEX)
-        labels[:-1] = torch.where(self.supervised[1:], self.input_ids[1:], IGNORE_INDEX)
-        return labels
-
-    @property
-    def num_supervised(self) -> int:
-        """Supervised tokens as the loss sees them: ``(shift_labels() != -100).sum()``."""
-        return int(self.supervised[1:].sum())
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetStatistics:
-    """What became of the conversations; every one of them is either a sample or counted as dropped.
-
-    Attributes:
-        num_conversations: conversations given.
-        num_samples: samples made of them.
-        num_dropped: conversations whose supervised tokens were all cut off by ``max_length``.
-        num_truncated: samples that lost their tail to ``max_length``.
-        num_without_end: conversations with an assistant turn that the template closes with no end token.
-        num_special_text: conversations whose text spells out a special token of the tokenizer.
-        supervised_tokens: of all samples, as the loss sees them.
-        total_tokens: of all samples.
-        lost_supervised_tokens: supervised tokens cut off, those of dropped conversations included.
-    """
-
-    num_conversations: int
-    num_samples: int
-    num_dropped: int
-    num_truncated: int
-    num_without_end: int
-    num_special_text: int
-    supervised_tokens: int
-    total_tokens: int
-    lost_supervised_tokens: int
-
-    def warnings(self) -> list[str]:
-        """One sentence for each thing that a user should know before training."""
-        found = []
-        if self.num_dropped:
-            found.append(
-                f"{self.num_dropped:,} of {self.num_conversations:,} conversations are dropped: the assistant's "
-                "tokens all lie beyond max_length"
-            )
-        if self.num_truncated:
-            found.append(
-                f"{self.num_truncated:,} of {self.num_conversations:,} conversations are cut at max_length "
-                f"({self.lost_supervised_tokens:,} supervised tokens lost in all)"
-            )
-        if self.num_without_end:
-            found.append(
-                f"{self.num_without_end:,} conversations have an assistant turn without an end token: nothing "
-                "teaches the model to stop there"
-            )
-        if self.num_special_text:
-            found.append(
-                f"{self.num_special_text:,} conversations spell out a special token in a message; the tokenizer "
-                "reads it as that token"
-            )
-        return found
-
 
 class ChatDataset(Sequence[Sample]):
-    """Samples made from conversations, with their statistics.
+    """Samples made from conversations or texts, with their statistics and notes (bad rows that were left out).
 
     Build one with :meth:`encode`, or from samples of your own.
     """
 
     def __init__(self, samples: Iterable[Sample], statistics: DatasetStatistics | None = None) -> None:
+        self.notes: list[str] = []
         self._samples = list(samples)
         self.lengths = [len(sample) for sample in self._samples]
         self.supervised_lengths = [sample.num_supervised for sample in self._samples]
@@ -140,72 +55,99 @@ class ChatDataset(Sequence[Sample]):
     @classmethod
     def encode(
         cls,
-        conversations: Sequence[Conversation],
+        conversations: Sequence[Document],
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
         template_options: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        turns: Literal["all", "each"] = "all",
+        group: str | None = None,
+        bad_rows: BadRows | None = None,
+        workers: int = 0,
+        cache: Path | None = None,
     ) -> ChatDataset:
         """Render, tokenise and mask every conversation; keep the first ``max_length`` tokens of each.
 
+        Plain text is cut into pieces of ``max_length`` tokens instead, and nothing of it is lost:
+        :func:`~tokennorm.data.encode_document`.
+
         Args:
-            conversations: at least one.
+            conversations: at least one; chats or plain text.
             tokenizer: see :class:`~tokennorm.data.ChatEncoder`.
             max_length: tokens; the head of a longer chat is kept. A chat that keeps no supervised token is
                 dropped and counted.
             template_options: variables for the chat template.
             progress: called with (done, total) now and then.
+            turns: ``all``: a chat is one sample, with every assistant turn supervised. ``each``: every assistant
+                turn is the last of a sample of its own, after the messages before it as the template shows them
+                then: right for templates that drop the reasoning of earlier turns.
+            group: name of this source, given to the samples.
+            bad_rows: what becomes of conversations that can't be masked; by default they are an error.
+            workers: processes that encode; 0: this one alone.
+            cache: folder in which encoded conversations are kept and found again, see
+                :func:`~tokennorm.data.encode_cached`; None: nothing is kept.
 
         Raises:
             DataError: a conversation that can't be masked, or no supervised token in the whole set.
         """
-        if max_length < 2:
-            raise DataError(
-                f"max_length is {max_length} tokens",
-                why="a token is predicted from the one before it, so a sample needs two",
-                fix="give max_length at least 2, usually hundreds",
-            )
-        encoder = ChatEncoder(tokenizer, template_options=template_options)
-        samples: list[Sample] = []
-        truncated = without_end = special = lost = 0
-        for done, conversation in enumerate(conversations):
-            if progress is not None and done % 50 == 0:
-                progress(done, len(conversations))
-            chat = encoder.encode(conversation)
-            whole = Sample(
-                input_ids=torch.tensor(chat.input_ids, dtype=torch.int64),
-                supervised=torch.tensor(chat.supervised, dtype=torch.bool),
-                source=conversation.source,
-            )
-            sample = Sample(
-                # Clones, so that a cut sample does not hold on to its tail.
-                input_ids=whole.input_ids[:max_length].clone(),
-                supervised=whole.supervised[:max_length].clone(),
-                source=conversation.source,
-            )
-            without_end += chat.num_turns_without_end > 0
-            special += chat.has_special_text
-            lost += whole.num_supervised - sample.num_supervised
-            if sample.num_supervised:
-                truncated += len(sample) < len(whole)
-                samples.append(sample)
-        if progress is not None:
-            progress(len(conversations), len(conversations))
-        return cls(
+        settings = EncodeSettings(max_length=max_length, turns=turns, template_options=template_options or {})
+        encoded = encode_cached(
+            conversations, tokenizer, settings, folder=cache, workers=workers, progress=progress
+        )
+        return cls.of_encoded(encoded, group=group, bad_rows=bad_rows)
+
+    @classmethod
+    def of_encoded(
+        cls, encoded: Sequence[EncodedDocument], *, group: str | None = None, bad_rows: BadRows | None = None
+    ) -> ChatDataset:
+        """Make the set of documents that are encoded already; arguments and errors as for :meth:`encode`."""
+        bad_rows = bad_rows or BadRows()
+        errors = [document.error for document in encoded if document.error is not None]
+        bad_rows.settle(errors, len(encoded), "the conversations")
+        samples = [
+            Sample(input_ids=ids, supervised=supervised, source=document.source, group=group)
+            for document in encoded
+            for ids, supervised in document.pieces
+        ]
+        dataset = cls(
             samples,
             DatasetStatistics(
-                num_conversations=len(conversations),
+                num_conversations=len(encoded),
                 num_samples=len(samples),
-                num_dropped=len(conversations) - len(samples),
-                num_truncated=truncated,
-                num_without_end=without_end,
-                num_special_text=special,
+                num_dropped=sum(not document.pieces and document.error is None for document in encoded),
+                num_truncated=sum(document.truncated for document in encoded),
+                num_without_end=sum(document.without_end for document in encoded),
+                num_special_text=sum(document.special_text for document in encoded),
                 supervised_tokens=sum(sample.num_supervised for sample in samples),
                 total_tokens=sum(len(sample) for sample in samples),
-                lost_supervised_tokens=lost,
+                lost_supervised_tokens=sum(document.lost for document in encoded),
+                num_bad=len(errors),
             ),
         )
+        dataset.notes = bad_rows.report(errors, len(encoded), "the conversations")
+        return dataset
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[ChatDataset]) -> ChatDataset:
+        """The samples of several sets, one set after the other.
+
+        Raises:
+            DataError: no part.
+        """
+        if not parts:
+            raise DataError("there is no set to concatenate")
+        statistics = parts[0].statistics
+        for part in parts[1:]:
+            statistics = statistics + part.statistics
+        dataset = cls((sample for part in parts for sample in part), statistics)
+        dataset.notes = [note for part in parts for note in part.notes]
+        return dataset
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the sources in the set, in the order in which they come first."""
+        return tuple(dict.fromkeys(sample.group for sample in self._samples if sample.group is not None))
 
     def __len__(self) -> int:
         return len(self._samples)

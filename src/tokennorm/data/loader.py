@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokennorm.data.dataset import ChatDataset
-from tokennorm.data.packing import Batch, collate_packed, collate_padded, dummy_batch, pack
+from tokennorm.data.packing import Batch, collate_packed, collate_padded, dummy_batch
 from tokennorm.data.plan import Position, Window, epoch_order, plan_windows, rank_view
+from tokennorm.data.rows import fill_rate, pack, pack_buffered
 from tokennorm.errors import ConfigError
 
 __all__ = ["LoadedWindow", "WindowLoader"]
@@ -44,6 +45,9 @@ class WindowLoader:
         seed: of the order.
         rank: this rank.
         world_size: number of ranks that hold different data.
+        pack_buffer: documents that packing looks at together (:func:`~tokennorm.data.pack_buffered`); None: all.
+        order: gives the samples of an epoch in order (:class:`~tokennorm.data.MixtureOrder`), in place of
+            ``shuffle`` and ``seed``; the same on every rank.
 
     Raises:
         ConfigError: a value that can't work.
@@ -63,10 +67,14 @@ class WindowLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        pack_buffer: int | None = None,
+        order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         if fixed_shape and pack_length is None:
             raise ConfigError("fixed_shape without pack_length", fix="set pack_length, or leave fixed_shape out")
         self.dataset = dataset
+        self.group_names = dataset.groups
+        self.pack_buffer, self.order = pack_buffer, order
         self.micro_batch_size = micro_batch_size
         self.micro_batches_per_window = micro_batches_per_window
         self.pad_token_id = pad_token_id
@@ -94,6 +102,17 @@ class WindowLoader:
     def total_windows(self, num_epochs: int) -> int:
         """Windows of the first ``num_epochs`` epochs: the optimizer steps of a run."""
         return sum(self.num_windows(epoch) for epoch in range(num_epochs))
+
+    def fill_rate(self, epoch: int = 0) -> float:
+        """Tokens of an epoch by the tokens that its packed rows could hold, 0 to 1.
+
+        Raises:
+            ConfigError: rows are not packed.
+        """
+        if self.pack_length is None:
+            raise ConfigError("the fill rate of rows that are not packed", fix="set pack_length")
+        self._plan(epoch)
+        return fill_rate(self._rows, self.dataset.lengths, self.pack_length)
 
     def window(self, position: Position) -> list[Batch]:
         """This rank's batches of one window."""
@@ -131,9 +150,12 @@ class WindowLoader:
 
     def _plan(self, epoch: int) -> list[Window]:
         if self._planned_epoch != epoch:
-            order = epoch_order(len(self.dataset), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+            order = self._order(epoch)
             if self.pack_length is None:
                 self._rows = [(i,) for i in order]
+            elif self.pack_buffer is not None:
+                documents = ((i, self.dataset.lengths[i]) for i in order)
+                self._rows = list(pack_buffered(documents, self.pack_length, self.pack_buffer))
             else:
                 self._rows = pack(self.dataset.lengths, self.pack_length, order)
             self._windows = plan_windows(
@@ -144,11 +166,20 @@ class WindowLoader:
             self._planned_epoch = epoch
         return self._windows
 
+    def _order(self, epoch: int) -> Sequence[int]:
+        if self.order is not None:
+            return self.order(epoch)
+        return epoch_order(len(self.dataset), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+
     def _collate(self, micro_batch: tuple[int, ...] | None) -> Batch:
         if micro_batch is None:
-            return dummy_batch(self.pad_token_id, packed=self.packed)
+            return dummy_batch(self.pad_token_id, packed=self.packed, grouped=bool(self.group_names))
         rows = [[self.dataset[i] for i in self._rows[row]] for row in micro_batch]
         if self.packed:
             length = self.pack_length if self.fixed_shape else None
-            return collate_packed(rows, pad_token_id=self.pad_token_id, row_length=length)
-        return collate_padded([row[0] for row in rows], pad_token_id=self.pad_token_id)
+            return collate_packed(
+                rows, pad_token_id=self.pad_token_id, row_length=length, group_names=self.group_names
+            )
+        return collate_padded(
+            [row[0] for row in rows], pad_token_id=self.pad_token_id, group_names=self.group_names
+        )

@@ -6,17 +6,16 @@ to the rows afterwards. Counts are taken from the labels that leave this file.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
-from tokennorm.data.dataset import IGNORE_INDEX, Sample
+from tokennorm.data.sample import IGNORE_INDEX, Sample
 from tokennorm.errors import DataError
 
-__all__ = ["Batch", "collate_packed", "collate_padded", "dummy_batch", "pack"]
+__all__ = ["Batch", "collate_packed", "collate_padded", "dummy_batch"]
 
 
 class Batch(TypedDict):
@@ -30,6 +29,9 @@ class Batch(TypedDict):
             documents by their positions only where there is no mask (and no cache).
         effective_tokens: supervised tokens, exactly ``(shift_labels != -100).sum()``.
         total_tokens: tokens that are no padding.
+        sources: for each row, where its documents come from (file and line).
+        groups: [B, S] int64, the place of each token's source among the loader's group names; -1: none, padding.
+            Only where there are group names.
     """
 
     input_ids: Tensor
@@ -38,48 +40,17 @@ class Batch(TypedDict):
     attention_mask: NotRequired[Tensor]
     effective_tokens: int
     total_tokens: int
+    sources: NotRequired[list[list[str]]]
+    groups: NotRequired[Tensor]
 
 
-def pack(lengths: Sequence[int], pack_length: int, order: Iterable[int] | None = None) -> list[tuple[int, ...]]:
-    """Group documents into rows of at most ``pack_length`` tokens; none is split.
-
-    Each document, in order, goes to the fullest row that still has room (best fit), the oldest of equals.
-    Deterministic; O(n log n).
-
-    Args:
-        lengths: tokens of each document.
-        pack_length: tokens of a row.
-        order: the indices to pack, in this order; all of them by default.
-
-    Returns:
-        For each row, in the order in which the rows were opened, the indices of its documents.
-
-    Raises:
-        DataError: a document is longer than a row.
-    """
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, row), ascending
-    for i in range(len(lengths)) if order is None else order:
-        length = lengths[i]
-        if length > pack_length:
-            raise DataError(
-                f"a document of {length} tokens does not fit into a row of {pack_length}",
-                why="documents are never split across rows",
-                fix=f"set pack_length to at least {length}, or max_length to at most {pack_length}",
-            )
-        at = bisect.bisect_left(rooms, (length, -1))
-        if at < len(rooms):
-            room, row = rooms.pop(at)
-        else:
-            room, row = pack_length, len(rows)
-            rows.append([])
-        rows[row].append(i)
-        if room > length:
-            bisect.insort(rooms, (room - length, row))
-    return [tuple(row) for row in rows]
-
-
-def collate_packed(rows: Sequence[Sequence[Sample]], *, pad_token_id: int, row_length: int | None = None) -> Batch:
+def collate_packed(
+    rows: Sequence[Sequence[Sample]],
+    *,
+    pad_token_id: int,
+    row_length: int | None = None,
+    group_names: Sequence[str] = (),
+) -> Batch:
     """Put each row's documents one after the other.
 
     Positions restart at 0 with each document. A row that is shorter than the others is filled with padding
@@ -89,6 +60,7 @@ def collate_packed(rows: Sequence[Sequence[Sample]], *, pad_token_id: int, row_l
         rows: for each of the B rows, its documents.
         pad_token_id: id of the filling; any id inside the vocabulary will do.
         row_length: S; the longest row by default.
+        group_names: names of the sources whose tokens are marked in ``groups``.
 
     Raises:
         DataError: no document, or a row longer than ``row_length``.
@@ -104,22 +76,30 @@ def collate_packed(rows: Sequence[Sequence[Sample]], *, pad_token_id: int, row_l
         shift_labels.append(torch.cat([*(sample.shift_labels() for sample in row), _filled(fill, IGNORE_INDEX)]))
         position_ids.append(torch.cat([torch.arange(piece) for piece in pieces]))
     labels = torch.stack(shift_labels)
-    return Batch(
+    batch = Batch(
         input_ids=torch.stack(input_ids),
         shift_labels=labels,
         position_ids=torch.stack(position_ids),
         effective_tokens=int((labels != IGNORE_INDEX).sum()),
         total_tokens=sum(lengths),
     )
+    return _with_sources(batch, rows, group_names)
 
 
-def collate_padded(samples: Sequence[Sample], *, pad_token_id: int, row_length: int | None = None) -> Batch:
+def collate_padded(
+    samples: Sequence[Sample],
+    *,
+    pad_token_id: int,
+    row_length: int | None = None,
+    group_names: Sequence[str] = (),
+) -> Batch:
     """One document per row, padded on the right, with an attention mask.
 
     Args:
         samples: the B documents.
         pad_token_id: id of the padding.
         row_length: S; the longest document by default.
+        group_names: names of the sources whose tokens are marked in ``groups``.
 
     Raises:
         DataError: no document, or one longer than ``row_length``.
@@ -130,7 +110,7 @@ def collate_padded(samples: Sequence[Sample], *, pad_token_id: int, row_length: 
     fills = [width - length for length in lengths]
     pairs = list(zip(samples, fills, strict=True))
     labels = torch.stack([torch.cat([s.shift_labels(), _filled(fill, IGNORE_INDEX)]) for s, fill in pairs])
-    return Batch(
+    batch = Batch(
         input_ids=torch.stack([torch.cat([s.input_ids, _filled(fill, pad_token_id)]) for s, fill in pairs]),
         shift_labels=labels,
         position_ids=torch.arange(width).repeat(len(samples), 1),
@@ -138,12 +118,13 @@ def collate_padded(samples: Sequence[Sample], *, pad_token_id: int, row_length: 
         effective_tokens=int((labels != IGNORE_INDEX).sum()),
         total_tokens=sum(lengths),
     )
+    return _with_sources(batch, [[sample] for sample in samples], group_names)
 
 
-def dummy_batch(pad_token_id: int, *, packed: bool) -> Batch:
+def dummy_batch(pad_token_id: int, *, packed: bool, grouped: bool = False) -> Batch:
     """A micro-batch without data, [1, 2], for a rank that has run out: it keeps the collectives in step.
 
-    It has the keys of the loader's other batches: an attention mask unless ``packed``.
+    It has the keys of the loader's other batches: an attention mask unless ``packed``, groups if ``grouped``.
     """
     batch = Batch(
         input_ids=torch.full((1, 2), pad_token_id, dtype=torch.int64),
@@ -151,9 +132,26 @@ def dummy_batch(pad_token_id: int, *, packed: bool) -> Batch:
         position_ids=torch.arange(2).unsqueeze(0),
         effective_tokens=0,
         total_tokens=0,
+        sources=[[]],
     )
+    if grouped:
+        batch["groups"] = torch.full((1, 2), -1, dtype=torch.int64)
     if not packed:
         batch["attention_mask"] = torch.ones((1, 2), dtype=torch.int64)
+    return batch
+
+
+def _with_sources(batch: Batch, rows: Sequence[Sequence[Sample]], group_names: Sequence[str]) -> Batch:
+    batch["sources"] = [[sample.source for sample in row] for row in rows]
+    if group_names:
+        places = {name: place for place, name in enumerate(group_names)}
+        groups = torch.full_like(batch["input_ids"], -1)
+        for marks, row in zip(groups, rows, strict=True):
+            start = 0
+            for sample in row:
+                marks[start : start + len(sample)] = -1 if sample.group is None else places[sample.group]
+                start += len(sample)
+        batch["groups"] = groups
     return batch
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokennorm.data.dataset import Progress
+from tokennorm.data.encoding import Progress
 
 __all__ = ["terminal_progress"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,9 +144,10 @@ def train(
             summary.before = held_out()
             end_if_asked()
         progress.pause()
-        for window in windows if start < total_steps else ():
+        waiting = _Waiting(windows if start < total_steps else ())
+        for window in waiting:
             report = engine.train_step(window)
-            _log(report, window, cost, run, progress, config, total_steps)
+            _log(report, window, cost, run, progress, config, total_steps, waiting.seconds)
             summary.total_tokens += report.total_tokens
             if report.skipped is None:
                 summary.steps += 1
@@ -225,6 +227,23 @@ def _metrics_to_sinks(run: RunFolder | None, config: LoopConfig, first_step: int
         run.sinks = None
 
 
+class _Waiting:
+    """Hands windows on and measures how long the loop waited for the last one: ``seconds``."""
+
+    def __init__(self, windows: Iterable[Sequence[Batch]]) -> None:
+        self._windows, self.seconds = windows, 0.0
+
+    def __iter__(self) -> Iterator[Sequence[Batch]]:
+        windows = iter(self._windows)
+        while True:
+            start = time.monotonic()
+            window = next(windows, None)
+            self.seconds = time.monotonic() - start
+            if window is None:
+                return
+            yield window
+
+
 class _Evaluator:
     """Evaluates, prints and logs."""
 
@@ -267,6 +286,7 @@ def _log(
     progress: ProgressPrinter,
     config: LoopConfig,
     total_steps: int,
+    data_wait: float,
 ) -> None:
     seconds = progress.tick(int(report.total_tokens))
     costs = cost.measure(
@@ -282,6 +302,7 @@ def _log(
                 "effective_tokens": report.effective_tokens,
                 "total_tokens": report.total_tokens,
                 "seconds": round(seconds, 4),
+                "data_wait": round(data_wait, 6),
                 **costs,
                 **report.metrics,
                 **({} if report.skipped is None else {"skipped": report.skipped}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,10 +62,14 @@ class CausalLMObjective:
     Args:
         model_kwargs: further keywords of the model. The cache is off by default: with one, transformers does
             not isolate packed documents from each other.
+        groups: names of the groups of tokens whose losses are reported as metrics ``loss/<name>``. The batch then
+            holds ``groups``, [B, S] int64: the place of each position's group among the names, -1 for none. A
+            batch without it (a dummy) counts nothing.
     """
 
-    def __init__(self, model_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model_kwargs: Mapping[str, Any] | None = None, *, groups: Sequence[str] = ()) -> None:
         self.model_kwargs = {"use_cache": False} if model_kwargs is None else dict(model_kwargs)
+        self.groups = tuple(groups)
 
     def __call__(self, model: nn.Module, batch: Batch) -> ObjectiveOutput:
         """Return the summed loss of the batch and, where the model has one, its router term.
@@ -88,10 +92,13 @@ class CausalLMObjective:
         # The sum is taken directly on the returned loss: its gradient is then a broadcast scalar, which the
         # operator recognises by its stride, without reading values.
         loss_sum = loss.sum()
-        if extra is None:
-            return ObjectiveOutput(loss_sum=loss_sum, token_losses=loss.detach())
-        term = _router_term(extra, batch["effective_tokens"], loss_sum)
-        return ObjectiveOutput(loss_sum=loss_sum, extra_terms={"router": term}, token_losses=loss.detach())
+        terms = {} if extra is None else {"router": _router_term(extra, batch["effective_tokens"], loss_sum)}
+        return ObjectiveOutput(
+            loss_sum=loss_sum,
+            extra_terms=terms,
+            metrics=_group_losses(loss.detach(), batch, self.groups),
+            token_losses=loss.detach(),
+        )
 
     def dummy(self, batch: Batch) -> Batch:
         """A micro-batch of two tokens, none supervised, to run in place of ``batch``, of whose values it has none.
@@ -106,6 +113,22 @@ class CausalLMObjective:
         if "attention_mask" in batch:
             blank["attention_mask"] = torch.ones_like(ids, dtype=batch["attention_mask"].dtype)
         return {**blank, "effective_tokens": 0, "total_tokens": 0}
+
+
+def _group_losses(losses: Tensor, batch: Batch, names: Sequence[str]) -> dict[str, RatioSum]:
+    """Loss sum and supervised tokens of each group, without a wait for the device."""
+    groups: Tensor | None = batch.get("groups")
+    if not names or groups is None:
+        return {f"loss/{name}": RatioSum(0.0, 0) for name in names}
+    wide = torch.float32 if losses.device.type == "mps" else torch.float64
+    # One place more, for what belongs to no group; unsupervised positions go there too, whatever their loss is.
+    nowhere = len(names)
+    places = torch.where((groups >= 0) & (batch["shift_labels"] != -100), groups, nowhere).flatten()
+    sums = torch.zeros(nowhere + 1, dtype=wide, device=losses.device).index_add_(
+        0, places, losses.flatten().to(wide)
+    )
+    counts = torch.zeros_like(sums).index_add_(0, places, torch.ones_like(losses.flatten(), dtype=wide))
+    return {f"loss/{name}": RatioSum(sums[k], counts[k]) for k, name in enumerate(names)}
 
 
 def _router_term(extra_loss: Tensor, effective_tokens: int, loss_sum: Tensor) -> LossTerm:
