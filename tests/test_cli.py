@@ -50,7 +50,7 @@ def test_bare_and_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{tokennorm.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["train", "draft", "audit", "report", "fetch"])
+@pytest.mark.parametrize("command", ["train", "draft", "audit", "report", "new-recipe", "fetch"])
 def test_a_command_alone_says_how_it_is_used(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command]) == 2
     assert capsys.readouterr().out.startswith(f"usage: tokennorm {command} ")

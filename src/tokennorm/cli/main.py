@@ -31,6 +31,7 @@ commands:
                    tokennorm audit sft                        34 layouts of ranks, micro-batches and packs
                    tokennorm audit trainer transformers:Trainer --model mixtral
   report RUN     one HTML page of a run's curves and configuration, or a comparison of several; also while they run
+  new-recipe NAME  write a small recipe of your own, with tests that pass
   fetch MODEL    bring an embedded model to this machine: smollm2-135m
 
 options:
@@ -44,6 +45,7 @@ COMMANDS = {
     "draft": "tokennorm.cli.draft",
     "audit": "tokennorm.cli.audit",
     "report": "tokennorm.cli.report",
+    "new-recipe": "tokennorm.cli.new_recipe",
     "fetch": "tokennorm.cli.fetch",
 }
 
