@@ -77,7 +77,7 @@ def collectives(rank: int, world_size: int, guard: bool, window: list[tuple[Batc
 
 
 def sharded_gradient(rank: int, world_size: int) -> torch.Tensor:
-    """The same with FSDP2, two units, reducing at every micro-batch; NaN on rank 1 at the second."""
+    """The same with FSDP2, two units, reducing at the last micro-batch; NaN on rank 1 at the second."""
     model = toy()
     fully_shard(model.mix)
     fully_shard(model)
