@@ -12,7 +12,7 @@ import pytest
 from tokennorm import cli
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_new_recipe_passes_its_tests_and_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -27,7 +27,7 @@ def test_a_new_recipe_passes_its_tests_and_starts(
     assert not [path for path in files if "NAME" in (tmp_path / path).read_text()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "my_recipe"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 passed" in done.stdout
     command = [sys.executable, "-m", "my_recipe.train", "--steps", "10"]
