@@ -17,6 +17,7 @@ from tokennorm.data import (
     MixtureOrder,
     MixtureSource,
     Position,
+    SourceRows,
     WindowLoader,
     collate_padded,
     default_cache_folder,
@@ -96,7 +97,7 @@ def build_datasets(
     train = ChatDataset.concatenate([part for part, _ in parts])
     held_out = [part for _, part in parts if part is not None]
     if config.eval_path is not None:
-        held_out = [make.encode(make.read(config.eval_path), "held-out", None)]
+        held_out = [make.evaluation(config.eval_path)]
     evaluated = ChatDataset.concatenate(held_out) if held_out else None
     if evaluated is not None and config.eval_tokens is not None:
         evaluated = evaluated.take(
@@ -140,6 +141,7 @@ class _Maker:
     def parts(self, source: MixtureSource | None, seed: int) -> tuple[ChatDataset, ChatDataset | None]:
         """Training and held-out part of one source; None: the source of data.path."""
         path, name = (self.config.path, None) if source is None else (source.path, source.name)
+        rows: SourceRows | None = None
         if path == "pydoc":
             pydoc = load_pydoc()
             self.say(pydoc.describe())
@@ -147,17 +149,33 @@ class _Maker:
             held_out: Sequence[Document] = [pair.conversation for pair in pydoc.held_out]
             held_out = [] if self.config.eval_path is not None else held_out
         else:
-            train, held_out = self._split(self.read(path), path, seed)
-        return self.encode(train, "train", name), self.encode(held_out, "held-out", name) if held_out else None
+            rows = self._read(path)
+            train, held_out = self._split(rows.documents, path, seed)
+        parts = self._encode(train, "train", name), self._encode(held_out, "held-out", name) if held_out else None
+        if rows is not None:
+            self._settle(rows, [part for part in parts if part is not None])
+        return parts
 
-    def read(self, path: str) -> Sequence[Document]:
+    def evaluation(self, path: str) -> ChatDataset:
+        """A source to evaluate on."""
+        rows = self._read(path)
+        dataset = self._encode(rows.documents, "held-out", None)
+        self._settle(rows, [dataset])
+        return dataset
+
+    def _settle(self, rows: SourceRows, parts: Sequence[ChatDataset]) -> None:
+        # The share is that of the whole source: one bad row among few that are held out is not many.
+        errors = [*rows.errors, *(error for part in parts for error in part.errors)]
+        self.bad_rows.settle(errors, rows.num_rows, rows.where)
+
+    def _read(self, path: str) -> SourceRows:
         """All documents of a source; says which rows are left out."""
         rows = read_source(path, bad_rows=self.bad_rows)
         for sentence in self.bad_rows.report(rows.errors, rows.num_rows, rows.where):
             self.say(f"note: {sentence}")
-        return rows.documents
+        return rows
 
-    def encode(self, documents: Sequence[Document], part: str, name: str | None) -> ChatDataset:
+    def _encode(self, documents: Sequence[Document], part: str, name: str | None) -> ChatDataset:
         """Encode one part of a source."""
         label = part if name is None else f"{part} {name}"
         with terminal_progress(f"encoding {label}", enabled=self.show_progress) as progress:
@@ -167,7 +185,7 @@ class _Maker:
                 max_length=self.config.max_length,
                 turns=self.config.turns,
                 group=name,
-                bad_rows=self.bad_rows,
+                bad_rows=BadRows(action=self.bad_rows.action, max_share=1.0),
                 workers=self.config.workers,
                 cache=default_cache_folder() if self.config.cache and len(documents) >= CACHED_ROWS else None,
                 progress=progress,

@@ -293,3 +293,21 @@ def test_bad_rows_are_left_out_and_reported_where_that_is_configured(tiny_folder
     job = prepare(tiny_config(tiny_folder, "x", data=data), Runtime(), say=said.append)
     assert any("1 bad rows of 39 in" in line and "some.jsonl:4" in line for line in said)
     assert len(job.datasets.train) + sum(batch["input_ids"].shape[0] for batch in job.held_out) == 38
+
+
+def test_the_share_of_bad_rows_is_that_of_the_whole_source(tiny_folder: Path, tmp_path: Path) -> None:
+    """A chat that the template refuses is many of the few that are held out, but few of all."""
+    lines = (tiny_folder / "chats.jsonl").read_text().splitlines(keepends=True)
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    bad = json.dumps({"messages": [{"role": "user", "content": "q"}, call]}) + "\n"
+    for place in (0, 10, 20, 30):
+        (tmp_path / "some.jsonl").write_text("".join([*lines[:place], bad, *lines[place:]]))
+        data = dataclasses.replace(
+            tiny_config(tiny_folder, "x").data,
+            path=str(tmp_path / "some.jsonl"),
+            bad_rows="skip",
+            max_bad_share=0.03,
+        )
+        assert len(job_of(tiny_folder, data=data).datasets.train) < len(lines)
+    with pytest.raises(DataError, match=r"1 bad rows of 39 in .*more than the share 0\.02"):
+        job_of(tiny_folder, data=dataclasses.replace(data, max_bad_share=0.02))

@@ -24,13 +24,15 @@ __all__ = ["IGNORE_INDEX", "ChatDataset", "DatasetStatistics", "Progress", "Samp
 
 
 class ChatDataset(Sequence[Sample]):
-    """Samples made from conversations or texts, with their statistics and notes (bad rows that were left out).
+    """Samples made from conversations or texts, with their statistics, ``errors`` and ``notes``: of the bad
+    rows that were left out.
 
     Build one with :meth:`encode`, or from samples of your own.
     """
 
     def __init__(self, samples: Iterable[Sample], statistics: DatasetStatistics | None = None) -> None:
         self.notes: list[str] = []
+        self.errors: list[DataError] = []
         self._samples = list(samples)
         self.lengths = [len(sample) for sample in self._samples]
         self.supervised_lengths = [sample.num_supervised for sample in self._samples]
@@ -125,6 +127,7 @@ class ChatDataset(Sequence[Sample]):
                 num_bad=len(errors),
             ),
         )
+        dataset.errors = errors
         dataset.notes = bad_rows.report(errors, len(encoded), "the conversations")
         return dataset
 
@@ -141,6 +144,7 @@ class ChatDataset(Sequence[Sample]):
         for part in parts[1:]:
             statistics = statistics + part.statistics
         dataset = cls((sample for part in parts for sample in part), statistics)
+        dataset.errors = [error for part in parts for error in part.errors]
         dataset.notes = [note for part in parts for note in part.notes]
         return dataset
 
