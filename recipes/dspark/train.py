@@ -288,7 +288,7 @@ def _resume(job: DSparkJob, store: CheckpointStore, run_folder: RunFolder, progr
     if latest is None:
         progress.say("no checkpoint yet: starting from the beginning")
     else:
-        job.windows.load_state_dict(store.restore(job.engine, latest))
+        job.windows.load_state_dict(store.restore(job.engine, latest, say=progress.say))
         progress.say(f"resumed from {latest}")
     # Without a checkpoint everything comes again, the evaluation before the first step included.
     run_folder.forget_after(job.engine.step if latest else -1)

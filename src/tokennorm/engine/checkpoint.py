@@ -1,27 +1,36 @@
 """Saving a run and resuming it: the same weights, bit for bit, as if it had never stopped.
 
-Rank 0 writes the model, the optimizer and what belongs to all; each rank's random state and place in the data
-are stored per rank. "Bit for bit" holds on CPU with the same number of ranks and threads.
+Every rank writes its part of the model and the optimizer (``torch.distributed.checkpoint``) and its own random
+state and place in the data; rank 0 writes what belongs to all, and makes the checkpoint visible when everything is
+on the disk. "Bit for bit" holds on CPU with the same ranks, threads and versions; ``docs/checkpoints.md`` says
+what holds otherwise.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokennorm.engine.checkpoint_files import (
-    checkpoint_folders,
-    prune,
-    read_manifest,
-    read_payload,
-    write_checkpoint,
+from tokennorm.engine import checkpoint_files as files
+from tokennorm.engine import checkpoint_state as states
+from tokennorm.engine.checkpoint_tensors import (
+    CheckpointException,
+    load_tensors,
+    own_files,
+    read_index,
+    save_tensors,
 )
-from tokennorm.engine.distributed import Runtime, all_ranks_or_none, gather_objects, unwrap_model
-from tokennorm.engine.rng import capture_rng_state, restore_rng_state
+from tokennorm.engine.distributed import (
+    Runtime,
+    all_ranks_or_none,
+    broadcast_from_main,
+    gather_objects,
+)
+from tokennorm.engine.rng import capture_rng_state, continue_rng_state, restore_rng_state
 from tokennorm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointStore"]
 
-_MODEL, _OPTIMIZER, _RANKS = "model.pt", "optimizer.pt", "ranks.pt"
+_STATE = "state.pt"
 # Enough to see what kind of difference it is; a foreign model would fill the screen.
 _DIFFERENCES_SHOWN = 6
 
@@ -38,11 +47,14 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: where they live, e.g. ``runs/my-run/checkpoints``; made when something is saved.
+        folder: where they live, e.g. ``runs/my-run/checkpoints``; made when something is saved. All ranks must see
+            the same one.
         identity: what must be the same for a resumed run to continue this one: model, data, optimizer, window.
-            Nested dicts of plain values; compared entry by entry.
+            Nested dicts of plain values; compared entry by entry. Entries under the name ``layout`` only say how
+            the same windows are cut into micro-batches: they may differ, and the difference is said.
         runtime: this process's place among the ranks.
         keep_last: complete checkpoints to keep.
+        keep_best: keep also the one with the lowest held-out loss.
     """
 
     def __init__(
@@ -52,92 +64,151 @@ class CheckpointStore:
         identity: Mapping[str, Any] | None = None,
         runtime: Runtime | None = None,
         keep_last: int = 2,
+        keep_best: bool = False,
     ) -> None:
         self.folder = Path(folder)
-        self.identity = _flatten(identity or {})
+        fixed = dict(identity or {})
+        self.layout = states.flatten(fixed.pop("layout", {}))
+        self.identity = states.flatten(fixed)
         self.runtime = runtime or Runtime()
-        self.keep_last = keep_last
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self._best_loss: float | None = None
+        self._best_known = False
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
-        folders = checkpoint_folders(self.folder)
+        folders = files.checkpoint_folders(self.folder)
         return folders[-1] if folders else None
 
-    def save(self, engine: Engine, *, loader_state: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint of ``engine`` on all ranks together and delete the oldest beyond ``keep_last``.
+    def best(self) -> Path | None:
+        """Return the complete checkpoint with the lowest held-out loss, or None when no loss was saved."""
+        losses = self._losses()
+        return min(losses, key=lambda path: (losses[path], path.name)) if losses else None
+
+    def improves(self, held_out_loss: float | None) -> bool:
+        """True when a state with this held-out loss is the best so far and is to be kept, on all ranks alike."""
+        if not self.keep_best or held_out_loss is None:
+            return False
+        if not self._best_known:
+            own = min(self._losses().values(), default=None) if self.runtime.is_main else None
+            self._best_loss, self._best_known = broadcast_from_main(own, self.runtime), True
+        return self._best_loss is None or held_out_loss < self._best_loss
+
+    def save(
+        self,
+        engine: Engine,
+        *,
+        loader_state: Mapping[str, Any] | None = None,
+        held_out_loss: float | None = None,
+    ) -> Path:
+        """Write a checkpoint of ``engine`` on all ranks together and delete what is not to be kept.
 
         Args:
             engine: between two windows, never inside one.
-            loader_state: this rank's place in the data (tensors and plain values).
+            loader_state: this rank's place in the data (tensors and plain values). A place that is the same on
+                every rank, such as the number of finished windows, can be resumed by another number of ranks.
+            held_out_loss: of exactly these weights, if it was measured; the same on every rank.
 
         Raises:
-            CheckpointError: it could not be written (on every rank); older checkpoints are untouched.
+            CheckpointError: it could not be written; older checkpoints are untouched. A rank that had no part in
+                the failure may raise DistributedError, which names the one that had.
         """
+        step, runtime = engine.step, self.runtime
+        hidden = self.folder / f".partial-{files.folder_name(step)}"
+        tensors = {**states.model_tensors(engine), **states.optimizer_tensors(engine)}
         own = {"rng": capture_rng_state(engine.device), "loader": dict(loader_state or {})}
-        everyone = gather_objects(own, self.runtime)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-        def write() -> Path | None:
-            if not self.runtime.is_main:
-                return None
-            payloads = {
-                _MODEL: unwrap_model(engine.model).state_dict(),
-                _OPTIMIZER: _optimizer_payload(engine),
-                _RANKS: everyone,
-            }
-            facts = {
-                "world_size": self.runtime.world_size,
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "identity": self.identity,
-            }
-            path = write_checkpoint(self.folder, engine.step, payloads, facts)
-            prune(self.folder, self.keep_last)
-            return path
+        def begin() -> None:
+            if runtime.is_main:
+                files.begin(self.folder, step, needed)
 
-        all_ranks_or_none(write, self.runtime)
-        return self.folder / f"step-{engine.step:08d}"
+        def write() -> dict[str, object]:
+            written = [hidden / _of_rank(runtime.rank)]
+            files.write_archive(written[0], own)
+            if runtime.is_main:
+                files.write_archive(hidden / _STATE, states.plain_state(engine))
+                written.append(hidden / _STATE)
+            tensor_files = own_files(hidden, runtime)
+            for path in tensor_files:
+                files.sync_file(path)
+            written += tensor_files
+            return {path.name: files.file_entry(path) for path in written}
 
-    def restore(self, engine: Engine, checkpoint: Path | str | None = None) -> dict[str, Any]:
+        def commit() -> None:
+            if runtime.is_main:
+                entries = {name: entry for one in everyone for name, entry in one.items()}
+                files.commit(hidden, step, self._facts(held_out_loss), entries)
+
+        try:
+            self._together(begin, step)
+            self._write_tensors(tensors, hidden, step)
+            everyone = gather_objects(self._together(write, step), runtime)
+            self._together(commit, step)
+        except Exception:
+            if runtime.is_main:
+                files.discard(self.folder, step)
+            raise
+        if self.improves(held_out_loss):
+            self._best_loss = held_out_loss
+        if runtime.is_main:
+            best = self.best() if self.keep_best else None
+            files.prune(self.folder, self.keep_last, () if best is None else (best,))
+        return self.folder / files.folder_name(step)
+
+    def restore(
+        self, engine: Engine, checkpoint: Path | str | None = None, *, say: Callable[[str], None] = lambda _: None
+    ) -> dict[str, Any]:
         """Load a checkpoint into ``engine`` (the newest by default) and return this rank's loader state.
 
-        Everything is checked before anything is changed.
+        Everything is checked before anything is changed. The number of ranks may be another one, and so may what
+        ``identity`` has under ``layout``: the same windows follow in the same order, but sums are rounded in
+        another order and random numbers (dropout) fall differently.
+
+        Args:
+            engine: built as for the run that was saved.
+            checkpoint: its folder; the newest by default.
+            say: told in a line each what makes the continuation not bit for bit the same.
 
         Raises:
-            CheckpointError: none there, damaged, or of another run: model, data, configuration or number of
-                ranks differ. The differences are named.
+            CheckpointError: none there, damaged, or of another run: model, data or configuration differ. The
+                differences are named.
         """
-        path = self.latest() if checkpoint is None else Path(checkpoint)
+        path = broadcast_from_main(self.latest() if checkpoint is None else Path(checkpoint), self.runtime)
         if path is None:
             raise CheckpointError(
                 f"there is no complete checkpoint in {self.folder}", fix="start the run without resuming"
             )
-        manifest, payloads = all_ranks_or_none(lambda: self._read(path, engine), self.runtime)
-        unwrap_model(engine.model).load_state_dict(payloads[_MODEL])
-        state = payloads[_OPTIMIZER]
-        engine.optimizer.load_state_dict(state["optimizer"])
-        if engine.scheduler is not None:
-            engine.scheduler.load_state_dict(state["scheduler"])
-        engine.scaler.load_state_dict(state["scaler"])
-        if engine.token_loss_kit.loss_guard is not None:
-            engine.token_loss_kit.loss_guard.load_state_dict(state["guard"])
+        manifest, shared, own = all_ranks_or_none(lambda: self._read(path, engine), self.runtime)
+        index = read_index(path)
+        templates = states.optimizer_templates(engine, index)
+        try:
+            load_tensors({**states.model_tensors(engine), **templates}, path, self.runtime)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"the tensors of {path} could not be read: {error}", why="the model in memory is now incomplete"
+            ) from error
+        states.restore_plain_state(engine, shared, templates)
         engine.step = manifest["step"]
-        own = payloads[_RANKS][self.runtime.rank]
-        restore_rng_state(own["rng"], engine.device)
+        if self.runtime.rank < manifest["world_size"]:
+            restore_rng_state(own["rng"], engine.device)
+        else:
+            continue_rng_state(own["rng"], self.runtime.rank)
+        for note in self._notes(manifest):
+            say(f"note: {note}")
         return own["loader"]
 
-    def _read(self, path: Path, engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
-        manifest = read_manifest(path)
-        differences = _compare(manifest["identity"], json.loads(json.dumps(self.identity)))
-        if manifest["world_size"] != self.runtime.world_size:
-            differences.insert(
-                0, f"number of ranks: {manifest['world_size']} there, {self.runtime.world_size} here"
-            )
+    def _read(self, path: Path, engine: Engine) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Check everything; return the manifest, what belongs to all ranks, and this rank's own state."""
+        manifest = files.read_manifest(path)
+        files.check_files(path, manifest, part=self.runtime.rank, parts=self.runtime.world_size)
+        differences = states.compare_values(manifest["identity"], json.loads(json.dumps(self.identity)))
         if not differences:
-            payloads = {name: read_payload(path, name) for name in (_MODEL, _OPTIMIZER, _RANKS)}
-            differences = _compare_models(payloads[_MODEL], unwrap_model(engine.model).state_dict())
-            differences += _compare_optimizers(payloads[_OPTIMIZER], engine)
+            shared = files.read_archive(path, _STATE)
+            differences = states.compare_tensors(read_index(path), engine)
+            differences += states.compare_groups(shared, engine)
             if not differences:
-                return manifest, payloads
+                return manifest, shared, self._own(path, manifest["world_size"])
         shown = differences[:_DIFFERENCES_SHOWN]
         if len(differences) > len(shown):
             shown.append(f"and {len(differences) - len(shown)} more")
@@ -147,57 +218,84 @@ class CheckpointStore:
             fix="resume with the settings in the run folder's config.json, or start a new run from its export",
         )
 
+    def _own(self, path: Path, ranks: int) -> dict[str, Any]:
+        """This rank's state; a rank that was not there gets rank 0's, as its place in the data must be."""
+        rank, here = self.runtime.rank, self.runtime.world_size
+        if ranks == here:
+            return files.read_archive(path, _of_rank(rank))
+        everyone = [files.read_archive(path, _of_rank(one)) for one in range(ranks)]
+        if not all(_same(one["loader"], everyone[0]["loader"]) for one in everyone):
+            raise CheckpointError(
+                f"the checkpoint {path} was saved by {ranks} ranks that were each at a place of their own in the "
+                f"data, and this run has {here}",
+                why="other ranks can go on only from a place that all of them share",
+                fix=f"resume on {ranks} ranks",
+            )
+        return everyone[rank if rank < ranks else 0]
 
-def _optimizer_payload(engine: Engine) -> dict[str, Any]:
-    guard = engine.token_loss_kit.loss_guard
-    return {
-        "optimizer": engine.optimizer.state_dict(),
-        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
-        "scaler": engine.scaler.state_dict(),
-        "guard": None if guard is None else guard.state_dict(),
-    }
+    def _notes(self, manifest: Mapping[str, Any]) -> list[str]:
+        """What makes the continuation not bit for bit the undisturbed run's."""
+        notes = []
+        if manifest["world_size"] != self.runtime.world_size:
+            notes.append(f"saved by {manifest['world_size']} ranks, resumed by {self.runtime.world_size}")
+        notes += states.compare_values(manifest["layout"], json.loads(json.dumps(self.layout)))
+        for name, here in (("threads", torch.get_num_threads()), ("torch", torch.__version__)):
+            if manifest[name] != here:
+                notes.append(f"{name}: {manifest[name]} there, {here} here")
+        if notes:
+            notes.append("the same samples follow in the same order; weights agree up to rounding and dropout")
+        return notes
+
+    def _facts(self, held_out_loss: float | None) -> dict[str, Any]:
+        return {
+            "world_size": self.runtime.world_size,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "held_out_loss": held_out_loss,
+            "identity": self.identity,
+            "layout": self.layout,
+        }
+
+    def _losses(self) -> dict[Path, float]:
+        found = {}
+        for path in files.checkpoint_folders(self.folder):
+            try:
+                loss = files.read_manifest(path)["held_out_loss"]
+            except CheckpointError:
+                continue
+            if loss is not None:
+                found[path] = loss
+        return found
+
+    def _together(self, action: Callable[[], Any], step: int) -> Any:
+        """Run ``action`` on all ranks or fail on all of them; a failed write becomes an error that says so."""
+
+        def told() -> Any:
+            try:
+                return action()
+            # torch reports a failed write of its archive as RuntimeError; what lies behind it is the OSError.
+            except (OSError, RuntimeError) as error:
+                raise files.write_error([error], self.folder, step) from error
+
+        return all_ranks_or_none(told, self.runtime)
+
+    def _write_tensors(self, tensors: Mapping[str, torch.Tensor], hidden: Path, step: int) -> None:
+        try:
+            save_tensors(tensors, hidden, self.runtime)
+        except CheckpointException as error:
+            raise files.write_error([one for one, _ in error.failures.values()], self.folder, step) from error
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def _of_rank(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
 
 
-def _compare(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    absent = "nothing"
-    return [
-        f"{name}: {saved.get(name, absent)!r} there, {own.get(name, absent)!r} here"
-        for name in sorted(saved.keys() | own.keys())
-        if saved.get(name, absent) != own.get(name, absent)
-    ]
-
-
-def _compare_models(saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:
-    def describe(state: Mapping[str, torch.Tensor], name: str) -> str:
-        return f"{list(state[name].shape)} {state[name].dtype}" if name in state else "no such tensor"
-
-    return [
-        f"{name}: {describe(saved, name)} there, {describe(own, name)} here"
-        for name in sorted(saved.keys() | own.keys())
-        if describe(saved, name) != describe(own, name)
-    ]
-
-
-def _compare_optimizers(saved: Mapping[str, Any], engine: Engine) -> list[str]:
-    def sizes(state: Mapping[str, Any]) -> list[int]:
-        return [len(group["params"]) for group in state["param_groups"]]
-
-    there, here = sizes(saved["optimizer"]), sizes(engine.optimizer.state_dict())
-    differences = []
-    if there != here:
-        differences.append(f"parameters of the optimizer's groups: {there} there, {here} here")
-    if (saved["scheduler"] is None) != (engine.scheduler is None):
-        differences.append("only one of the two has a learning-rate schedule")
-    if (saved.get("guard") is None) != (engine.token_loss_kit.loss_guard is None):
-        differences.append("only one of the two has a loss guard")
-    return differences
+def _same(one: Any, other: Any) -> bool:
+    """Equality of nested plain values and tensors."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,125 +21,125 @@ from tokennorm.errors import CheckpointError
 
 __all__ = [
     "FORMAT",
+    "begin",
+    "check_files",
     "checkpoint_folders",
-    "payload_bytes",
+    "commit",
+    "discard",
+    "file_entry",
+    "folder_name",
     "prune",
+    "read_archive",
     "read_manifest",
-    "read_payload",
-    "write_checkpoint",
+    "sync_file",
+    "write_archive",
+    "write_error",
 ]
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "manifest.json"
 _PREFIX = "step-"
 _TEMPORARY = ".partial-"
 _CHUNK = 1 << 24
-# Room for the archive's headers, the manifest and the file system's own bookkeeping.
+# Room for the archives' headers, the manifest and the file system's own bookkeeping.
 _MARGIN_BYTES = 4 << 20
 
 
-class _HashingFile:
-    """A file open for writing that hashes what passes; the place where a full disk shows."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by close()
-        self._hash = hashlib.sha256()
-        self.bytes = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data)
-        self._hash.update(view)
-        self._file.write(view)
-        self.bytes += view.nbytes
-        return view.nbytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self, *, sync: bool) -> None:
-        try:
-            if sync:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-    def entry(self) -> dict[str, object]:
-        return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}
+def folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"{_PREFIX}{step:08d}"
 
 
-def payload_bytes(payload: object) -> int:
-    """Return the bytes of all tensors in nested dicts, lists and tuples (a shared storage counts once)."""
-    seen: dict[int, int] = {}
-
-    def visit(value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-
-    visit(payload)
-    return sum(seen.values())
-
-
-def write_checkpoint(folder: Path, step: int, payloads: Mapping[str, object], facts: Mapping[str, object]) -> Path:
-    """Write ``folder/step-XXXXXXXX`` atomically and return it.
+def begin(folder: Path, step: int, needed: int) -> Path:
+    """Make the hidden folder that a checkpoint is written to and return it; what a killed save left is deleted.
 
     Args:
         folder: the run's checkpoint folder, made when it is missing.
         step: optimizer steps that the state has seen.
-        payloads: file name -> nested tensors and plain values, one torch archive each.
-        facts: further fields of the manifest (JSON).
+        needed: bytes of its tensors.
 
     Raises:
-        CheckpointError: no room, or a write that failed. Older checkpoints are as they were.
+        OSError: no room, or the folder can't be made.
     """
-    target = folder / f"{_PREFIX}{step:08d}"
-    temporary = folder / f"{_TEMPORARY}{target.name}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        _check_room(folder, payload_bytes(payloads) + _MARGIN_BYTES)
-        temporary.mkdir()
-        entries = {name: _write_payload(temporary / name, payload) for name, payload in payloads.items()}
-        manifest = {"format": FORMAT, "step": step, **facts, "files": entries}
-        _write_bytes(temporary / _MANIFEST, json.dumps(manifest, indent=1).encode())
-        _sync_folder(temporary)
-        if target.exists():
-            # A damaged one of the same step: out of the readers' sight first, deleted with the leftovers.
-            target.rename(folder / f"{_TEMPORARY}replaced-{target.name}")
-        temporary.rename(target)
-        _sync_folder(folder)
-    # torch reports a failed write of its archive as RuntimeError; what lies behind it is the OSError.
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _write_error(error, folder, step) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    free = shutil.disk_usage(folder).free
+    if free < needed + _MARGIN_BYTES:
+        raise OSError(
+            errno.ENOSPC, f"{needed + _MARGIN_BYTES:,} bytes are needed and {free:,} are free", str(folder)
+        )
+    temporary = folder / f"{_TEMPORARY}{folder_name(step)}"
+    temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, step: int, facts: Mapping[str, object], files: Mapping[str, object]) -> Path:
+    """Write the manifest, the last file, and give the folder its name.
+
+    Args:
+        temporary: from :func:`begin`, with every file written and synced.
+        step: optimizer steps that the state has seen.
+        facts: further fields of the manifest (JSON).
+        files: name -> :func:`file_entry`, of all ranks.
+
+    Raises:
+        OSError: it can't be written, or a file that another rank wrote is not there.
+    """
+    missing = [name for name in files if not (temporary / name).is_file()]
+    if missing:
+        raise OSError(errno.ENOENT, f"{missing[0]} is not seen by rank 0: the ranks need one shared file system")
+    folder, target = temporary.parent, temporary.parent / folder_name(step)
+    manifest = {"format": FORMAT, "step": step, **facts, "files": dict(files)}
+    _write_bytes(temporary / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    _sync_folder(temporary)
+    if target.exists():
+        # A damaged one of the same step: out of the readers' sight first, deleted with the leftovers.
+        target.rename(folder / f"{_TEMPORARY}replaced-{target.name}")
+    temporary.rename(target)
+    _sync_folder(folder)
     _remove_leftovers(folder)
     return target
 
 
-def _write_payload(path: Path, payload: object) -> dict[str, object]:
-    file = _HashingFile(path)
-    try:
-        torch.save(payload, file)  # type: ignore[arg-type]
-    except BaseException:
-        file.close(sync=False)
-        raise
-    file.close(sync=True)
-    return file.entry()
+def discard(folder: Path, step: int) -> None:
+    """Delete what a failed save wrote."""
+    shutil.rmtree(folder / f"{_TEMPORARY}{folder_name(step)}", ignore_errors=True)
+
+
+def write_archive(path: Path, payload: object) -> None:
+    """Write nested tensors and plain values as one torch archive, down to the disk."""
+    with open(path, "wb") as file:
+        torch.save(payload, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_archive(checkpoint: Path, name: str) -> Any:
+    """Load one archive of a checkpoint onto the CPU; only tensors and plain values, never code."""
+    return torch.load(checkpoint / name, map_location="cpu", weights_only=True)
+
+
+def file_entry(path: Path) -> dict[str, object]:
+    """Return the length and SHA-256 of a file, as the manifest has them."""
+    digest, length = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            length += len(chunk)
+    return {"bytes": length, "sha256": digest.hexdigest()}
+
+
+def sync_file(path: Path) -> None:
+    """Force a file that somebody else wrote down to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    file = _HashingFile(path)
-    try:
+    with open(path, "wb") as file:
         file.write(data)
-    finally:
-        file.close(sync=True)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -150,17 +150,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(folder))
-
-
-def _write_error(error: Exception, folder: Path, step: int) -> CheckpointError:
-    chain: list[BaseException] = [error]
-    while (deeper := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(deeper)
-    cause = next((link for link in reversed(chain) if isinstance(link, OSError)), error)
+def write_error(errors: Iterable[BaseException], folder: Path, step: int) -> CheckpointError:
+    """Say in words why a checkpoint could not be written; ``errors`` are those of all ranks that had one."""
+    links: list[BaseException] = list(errors)
+    for link in links:  # grows while it runs: what torch reports often hides the OSError that caused it
+        links += [
+            deeper for deeper in (link.__cause__, link.__context__) if deeper is not None and deeper not in links
+        ]
+    cause = next((link for link in reversed(links) if isinstance(link, OSError)), links[0])
     intact = checkpoint_folders(folder)
     full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
     return CheckpointError(
@@ -185,24 +182,29 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest ``keep_last`` checkpoints; each disappears from view before it is deleted."""
+def prune(folder: Path, keep_last: int, keep: Collection[Path] = ()) -> None:
+    """Delete all but the newest ``keep_last`` checkpoints and those in ``keep``.
+
+    Each disappears from view before it is deleted.
+    """
     for old in checkpoint_folders(folder)[:-keep_last]:
+        if old in keep:
+            continue
         hidden = folder / f"{_TEMPORARY}old-{old.name}"
         old.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after checking every file against it.
+    """Return the manifest of a checkpoint; its files are looked at by :func:`check_files`.
 
     Raises:
-        CheckpointError: no checkpoint, one of another format, or one that is damaged; the file is named.
+        CheckpointError: no checkpoint, one of another format, or a manifest that can't be read.
     """
     path = checkpoint / _MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        files, found = manifest["files"], manifest["format"]
+        _, found = manifest["files"], manifest["format"]
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} is no complete checkpoint: it has no {_MANIFEST}",
@@ -215,24 +217,24 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint} has checkpoint format {found!r}; this version of tokennorm reads {FORMAT}",
             fix="resume with the version that wrote it (see run.json)",
         )
-    for name, entry in files.items():
-        _check_file(checkpoint, name, entry)
     return manifest
 
 
-def _check_file(checkpoint: Path, name: str, entry: Mapping[str, object]) -> None:
-    path = checkpoint / name
-    if not path.is_file():
-        raise _damaged(checkpoint, f"{name} is missing")
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise _damaged(checkpoint, f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    if digest.hexdigest() != entry["sha256"]:
-        raise _damaged(checkpoint, f"the contents of {name} are not what was written (SHA-256 differs)")
+def check_files(checkpoint: Path, manifest: Mapping[str, Any], *, part: int = 0, parts: int = 1) -> None:
+    """Compare the files with the manifest: all lengths, and the contents of every ``parts``-th file.
+
+    Raises:
+        CheckpointError: damage; the file is named.
+    """
+    for index, (name, entry) in enumerate(sorted(manifest["files"].items())):
+        path = checkpoint / name
+        if not path.is_file():
+            raise _damaged(checkpoint, f"{name} is missing")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise _damaged(checkpoint, f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
+        if index % parts == part and file_entry(path) != entry:
+            raise _damaged(checkpoint, f"the contents of {name} are not what was written (SHA-256 differs)")
 
 
 def _damaged(checkpoint: Path, detail: str) -> CheckpointError:
@@ -242,8 +244,3 @@ def _damaged(checkpoint: Path, detail: str) -> CheckpointError:
         why="training on from it would silently train other weights",
         fix=f"resume from another one ({', '.join(others)}), or copy it again" if others else "copy it again",
     )
-
-
-def read_payload(checkpoint: Path, name: str) -> Any:
-    """Load one archive of a checkpoint onto the CPU; only tensors and plain values, never code."""
-    return torch.load(checkpoint / name, map_location="cpu", weights_only=True)

@@ -55,6 +55,8 @@ class LoopConfig:
     """Save a checkpoint every so many steps; 0: only after the last."""
     keep_last: int = 2
     """Checkpoints to keep; older ones are deleted."""
+    keep_best: bool = False
+    """Save when an evaluation gives the lowest held-out loss so far, and keep that checkpoint besides the last."""
     log_every: int = 1
     """Print a line every so many steps (metrics.jsonl has every step)."""
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
@@ -125,6 +127,8 @@ def train(
     config = config or LoopConfig()
     progress = progress or ProgressPrinter(total_steps, enabled=False)
     held_out = _Evaluator(engine, evaluate, run, progress)
+    if checkpoints is not None:
+        checkpoints.keep_best = checkpoints.keep_best or config.keep_best
     start = engine.step
     summary = TrainReport()
 
@@ -157,11 +161,14 @@ def train(
                 continue
             if engine.step == total_steps:
                 break
+            loss = None
             if config.eval_every and engine.step % config.eval_every == 0:
-                held_out()
+                measured = held_out()
+                loss = None if measured is None else measured.loss
                 end_if_asked()
-            if checkpoints is not None and config.save_every and engine.step % config.save_every == 0:
-                checkpoints.save(engine, loader_state=windows.state_dict())
+            due = config.save_every and engine.step % config.save_every == 0
+            if checkpoints is not None and (due or checkpoints.improves(loss)):
+                checkpoints.save(engine, loader_state=windows.state_dict(), held_out_loss=loss)
             progress.pause()
         if engine.step == 0:
             raise DataError(
@@ -171,7 +178,8 @@ def train(
             )
         summary.after = held_out()
         if checkpoints is not None and engine.step > start:
-            checkpoints.save(engine, loader_state=windows.state_dict())
+            after = None if summary.after is None else summary.after.loss
+            checkpoints.save(engine, loader_state=windows.state_dict(), held_out_loss=after)
     return summary
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from typing import Any
 
 import torch
 
-__all__ = ["capture_rng_state", "restore_rng_state", "seed_everything"]
+__all__ = ["capture_rng_state", "continue_rng_state", "restore_rng_state", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
@@ -41,3 +42,9 @@ def restore_rng_state(state: dict[str, Any], device: torch.device) -> None:
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def continue_rng_state(state: dict[str, Any], rank: int) -> None:
+    """Seed the generators of a rank that joins a run; they follow from rank 0's ``state`` and differ by rank."""
+    digest = hashlib.sha256(bytes(state["torch"].tolist()) + f" rank {rank}".encode()).digest()
+    seed_everything(int.from_bytes(digest[:7], "big"))

@@ -1,0 +1,207 @@
+"""What a checkpoint holds of an engine, by name: tensors apart from plain values, independent of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tokennorm.engine.checkpoint_tensors import Description, describe
+from tokennorm.engine.distributed import unwrap_model
+from tokennorm.engine.engine import Engine
+
+__all__ = [
+    "MODEL",
+    "OPTIMIZER",
+    "compare_groups",
+    "compare_tensors",
+    "compare_values",
+    "flatten",
+    "model_tensors",
+    "optimizer_templates",
+    "optimizer_tensors",
+    "plain_state",
+    "restore_plain_state",
+]
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+# What wrappers add to names: a compiled or checkpointed module's weights are the same weights.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def model_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Return ``model.NAME`` -> parameter or persistent buffer, the engine's own storage; a tied one once."""
+    model = unwrap_model(engine.model)
+    _reshard(model)
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            found[MODEL + _plain(name)] = value.detach()
+    return found
+
+
+def optimizer_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Return ``optimizer.NAME.KEY`` -> tensor of the optimizer's state, e.g. ``optimizer.head.weight.exp_avg``."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in _optimised(engine).items():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{OPTIMIZER}{name}.{key}"] = value
+    return found
+
+
+def plain_state(engine: Engine) -> dict[str, Any]:
+    """Return what is no tensor of the model's or the optimizer's, the same on every rank."""
+    guard = engine.token_loss_kit.loss_guard
+    values = {
+        name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for name, parameter in _optimised(engine).items()
+        if (state := engine.optimizer.state.get(parameter))
+    }
+    return {
+        "groups": [
+            {**{key: value for key, value in group.items() if key != "params"}, "names": names}
+            for group, names in zip(engine.optimizer.param_groups, _group_names(engine), strict=True)
+        ],
+        "values": values,
+        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+        "scaler": engine.scaler.state_dict(),
+        "guard": None if guard is None else guard.state_dict(),
+    }
+
+
+def optimizer_templates(engine: Engine, index: Mapping[str, Description]) -> dict[str, Tensor]:
+    """Return empty tensors for the optimizer state of a checkpoint, split as the parameters are here."""
+    found: dict[str, Tensor] = {}
+    parameters = _optimised(engine)
+    for name, (shape, dtype) in index.items():
+        if name.startswith(OPTIMIZER):
+            parameter = parameters[name.removeprefix(OPTIMIZER).rpartition(".")[0]]
+            found[name] = (
+                torch.empty_like(parameter.detach(), dtype=dtype)
+                if tuple(parameter.shape) == shape
+                else torch.empty(shape, dtype=dtype, device=engine.device)
+            )
+    return found
+
+
+def restore_plain_state(engine: Engine, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Give optimizer, schedule, scaler and guard their state; ``tensors`` are the filled templates."""
+    by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in state["values"].items()}
+    for full, value in tensors.items():
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+        by_name.setdefault(name, {})[key] = value
+    names = [name for group in _group_names(engine) for name in group]
+    by_index = {number: by_name[name] for number, name in enumerate(names) if name in by_name}
+    numbers = iter(range(sum(len(group["names"]) for group in state["groups"])))
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "names"},
+            "params": [next(numbers) for _ in group["names"]],
+        }
+        for group in state["groups"]
+    ]
+    engine.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+    if engine.scheduler is not None:
+        engine.scheduler.load_state_dict(state["scheduler"])
+    engine.scaler.load_state_dict(state["scaler"])
+    if engine.token_loss_kit.loss_guard is not None:
+        engine.token_loss_kit.loss_guard.load_state_dict(state["guard"])
+
+
+def compare_tensors(index: Mapping[str, Description], engine: Engine) -> list[str]:
+    """Name the tensors of the model that are not the same there and here."""
+    own = {name: describe(tensor) for name, tensor in model_tensors(engine).items()}
+    saved = {name: value for name, value in index.items() if name.startswith(MODEL)}
+
+    def words(state: Mapping[str, Description], name: str) -> str:
+        return f"{list(state[name][0])} {state[name][1]}" if name in state else "no such tensor"
+
+    return [
+        f"{name.removeprefix(MODEL)}: {words(saved, name)} there, {words(own, name)} here"
+        for name in sorted(saved.keys() | own.keys())
+        if saved.get(name) != own.get(name)
+    ]
+
+
+def compare_groups(saved: Mapping[str, Any], engine: Engine) -> list[str]:
+    """Name what the optimizers, schedules and guards have not in common."""
+    there, here = [group["names"] for group in saved["groups"]], _group_names(engine)
+    differences = []
+    if [len(names) for names in there] != [len(names) for names in here]:
+        sizes = [[len(names) for names in groups] for groups in (there, here)]
+        differences.append(f"parameters of the optimizer's groups: {sizes[0]} there, {sizes[1]} here")
+    elif there != here:
+        pair = next(
+            (a, b)
+            for one, other in zip(there, here, strict=True)
+            for a, b in zip(one, other, strict=True)
+            if a != b
+        )
+        differences.append(f"a parameter of the optimizer: {pair[0]} there, {pair[1]} here")
+    if (saved["scheduler"] is None) != (engine.scheduler is None):
+        differences.append("only one of the two has a learning-rate schedule")
+    if (saved["guard"] is None) != (engine.token_loss_kit.loss_guard is None):
+        differences.append("only one of the two has a loss guard")
+    return differences
+
+
+def compare_values(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Name the entries of two flat dicts that differ."""
+    absent = "nothing"
+    return [
+        f"{name}: {saved.get(name, absent)!r} there, {own.get(name, absent)!r} here"
+        for name in sorted(saved.keys() | own.keys())
+        if saved.get(name, absent) != own.get(name, absent)
+    ]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one: ``{"optim": {"lr": 1}}`` -> ``{"optim.lr": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _optimised(engine: Engine) -> dict[str, Tensor]:
+    return {
+        name: parameter
+        for names, group in zip(_group_names(engine), engine.optimizer.param_groups, strict=True)
+        for name, parameter in zip(names, group["params"], strict=True)
+    }
+
+
+def _group_names(engine: Engine) -> list[list[str]]:
+    model = unwrap_model(engine.model)
+    _reshard(model)
+    names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+    return [
+        # A parameter from outside the model is known by its place.
+        [
+            names.get(id(parameter), f"group {number} parameter {place}")
+            for place, parameter in enumerate(group["params"])
+        ]
+        for number, group in enumerate(engine.optimizer.param_groups)
+    ]
+
+
+def _reshard(model: nn.Module) -> None:
+    # A forward without a backward leaves gathered weights behind: the parameters that count are the split ones.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
