@@ -73,7 +73,6 @@ def variants() -> Iterator[Variant]:
         ("next-markov", "next-token layout, Markov head", next_token),
         ("next-plain", "next-token layout", dataclasses.replace(next_token, markov_rank=0)),
         ("bonus-markov", "bonus-anchor layout, Markov head", bonus),
-        ("bonus-plain", "bonus-anchor layout", dataclasses.replace(bonus, markov_rank=0)),
     ):
         yield Variant(name=name, title=title, draft=draft, epochs=SHORT_EPOCHS, prompts=12)
 
