@@ -246,12 +246,6 @@ class SftConfig:
                 why="a split model's weights are gathered between its blocks, which one graph can't hold",
                 fix="leave one of them out",
             )
-        if self.run.checkpoints and self.distributed.strategy != "ddp":
-            raise ConfigError(
-                f"run.checkpoints with distributed.strategy {self.distributed.strategy!r}",
-                why="a checkpoint is written by rank 0, which has only its part of a split model",
-                fix="add --run.no-checkpoints; the trained model is exported whole all the same",
-            )
         if self.model.autocast == "float16" and self.model.dtype != "float32" and self.lora.rank == 0:
             raise ConfigError(
                 f"model.autocast is 'float16' with {self.model.dtype} weights",

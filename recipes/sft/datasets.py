@@ -39,8 +39,6 @@ DECIDING = (
     "max_length",
     "packing",
     "pack_length",
-    "micro_batch_size",
-    "micro_batches_per_window",
     "shuffle",
 )
 
@@ -73,6 +71,8 @@ class Datasets:
         """
         resolved, defaults = config_to_dict(config), config_to_dict(DataConfig())
         identity = {name: resolved[name] for name in DECIDING}
+        # The window is a stretch of rows; how it is cut into micro-batches changes no sample of it.
+        identity["rows_per_window"] = config.micro_batch_size * config.micro_batches_per_window
         for name in ("turns", "pack_buffer"):
             if resolved[name] != defaults[name]:
                 identity[name] = resolved[name]

@@ -240,9 +240,10 @@ def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[s
     guard = {name: value for name, value in resolved["guard"].items() if name != "files"}
     lora = {name: value for name, value in resolved["lora"].items() if name != "export"}
     autocast = config.model.autocast
+    layout = {name: resolved["data"][name] for name in ("micro_batch_size", "micro_batches_per_window")}
     return {
-        # Left out when it is off, so that a checkpoint from before there was a guard still fits.
-        **({"guard": guard} if config.guard.enabled else {}),
+        # The guard judges micro-batches: cut otherwise, it would judge other ones.
+        **({"guard": {**guard, **layout}} if config.guard.enabled else {"layout": layout}),
         **({"lora": lora} if config.lora.rank else {}),
         "data": {**datasets.identity(config.data), "tokens": datasets.fingerprint()},
         "model": {"dtype": config.model.dtype, **({"autocast": autocast} if autocast != "none" else {})},

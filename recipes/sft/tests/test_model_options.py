@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from recipes.sft.tests.tiny import tiny_config
-from tokennorm.engine import DistributedConfig
+from tokennorm.engine import DistributedConfig, LoopConfig
+from tokennorm.errors import CheckpointError
 from tokennorm.recipes.sft import run
 from tokennorm.recipes.sft.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
 from tokennorm.testing import spawn_ranks
@@ -25,7 +28,9 @@ def short(folder: Path, name: str, **changes: Any) -> Any:
 
 def split_on_rank(rank: int, world_size: int, folder: str) -> tuple[float | None, float | None]:
     config = DistributedConfig(strategy="fsdp", head_unit="own", accumulate="sharded")
-    result = run(short(Path(folder), "split", distributed=config))
+    settings = RunConfig(dir=str(Path(folder) / "split"))
+    loop = LoopConfig(save_every=1)
+    result = run(short(Path(folder), "split", distributed=config, run=settings, loop=loop))
     return result.before, result.after
 
 
@@ -33,7 +38,9 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float64).state_dict()
 
 
-def test_a_split_run_trains_and_exports_the_same_model(tiny_folder: Path) -> None:
+def test_a_split_run_trains_and_exports_the_same_model(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = run(short(tiny_folder, "whole"))
     for result in spawn_ranks(split_on_rank, 2, str(tiny_folder), timeout_s=280):
         assert result.value[0] == pytest.approx(one.before, rel=1e-10)
@@ -45,6 +52,19 @@ def test_a_split_run_trains_and_exports_the_same_model(tiny_folder: Path) -> Non
         assert (weight - start[name]).abs().max() > 1e-4, "everything was trained"
     config = json.loads((tiny_folder / "split" / "export" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
+    # Its checkpoint of the first step, resumed in one process that cuts the same windows otherwise.
+    shutil.rmtree(tiny_folder / "split" / "checkpoints" / "step-00000002")
+    resume = RunConfig(dir=str(tiny_folder / "split"), resume=True)
+    data = tiny_config(tiny_folder, "split").data
+    with pytest.raises(CheckpointError, match=r"data\.rows_per_window: 3 there, 6 here"):
+        run(short(tiny_folder, "split", run=resume, data=replace(data, micro_batch_size=2)))
+    capsys.readouterr()
+    other = replace(data, micro_batch_size=3, micro_batches_per_window=1)
+    again = run(short(tiny_folder, "split", run=resume, data=other))
+    assert again.after == pytest.approx(one.after, rel=1e-6)
+    assert "micro_batch_size: 1 there, 3 here" in capsys.readouterr().out
+    for name, weight in exported(tiny_folder / "split").items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-7)
 
 
 def test_a_float16_run_with_adapters_exports_the_merged_model(tiny_folder: Path) -> None:
