@@ -42,7 +42,7 @@ def test_each_step_says_how_long_it_waited_for_its_window(
         # The planted mistake: a clock that is read once per step.
         readings: list[float] = []
         clock.monotonic = lambda: readings.append(now) or readings[max(0, len(readings) - 2)]
-    monkeypatch.setattr("tokennorm.engine.loop.time", clock)
+    monkeypatch.setattr("tokennorm.engine.records.time", clock)
     train(engine, SlowWindows(), total_steps=4, run=RunFolder(tmp_path / "run"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert ([line["data_wait"] for line in lines] == WAITS) != counts_the_step_too

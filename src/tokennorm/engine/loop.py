@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import signal
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tokennorm.engine.checkpoint import CheckpointStore
-from tokennorm.engine.engine import Engine, StepReport
+from tokennorm.engine.engine import Engine
 from tokennorm.engine.evaluate import EvalReport
 from tokennorm.engine.objective import Batch
 from tokennorm.engine.progress import ProgressPrinter
+from tokennorm.engine.records import HeldOut, Waiting, log_step, metrics_to_sinks
 from tokennorm.engine.run_folder import RunFolder
 from tokennorm.engine.signals import RunStopped, StopRequest
-from tokennorm.engine.sinks import check_sinks, open_sinks
+from tokennorm.engine.sinks import check_sinks
 from tokennorm.engine.throughput import StepCost
 from tokennorm.errors import ConfigError, DataError
 
@@ -126,7 +125,7 @@ def train(
     """
     config = config or LoopConfig()
     progress = progress or ProgressPrinter(total_steps, enabled=False)
-    held_out = _Evaluator(engine, evaluate, run, progress)
+    held_out = HeldOut(engine, evaluate, run, progress)
     if checkpoints is not None:
         checkpoints.keep_best = checkpoints.keep_best or config.keep_best
     start = engine.step
@@ -141,17 +140,17 @@ def train(
 
     cost = StepCost(engine.model, engine.device, peak_tflops=config.peak_tflops, ranks=engine.dp_world_size)
     with (
-        _metrics_to_sinks(run, config, start),
+        metrics_to_sinks(run, config, start),
         _ending_on_request(engine, total_steps, run, checkpoints, save, announce=progress.enabled) as end_if_asked,
     ):
         if start == 0:
             summary.before = held_out()
             end_if_asked()
         progress.pause()
-        waiting = _Waiting(windows if start < total_steps else ())
+        waiting = Waiting(windows if start < total_steps else ())
         for window in waiting:
             report = engine.train_step(window)
-            _log(report, window, cost, run, progress, config, total_steps, waiting.seconds)
+            log_step(report, window, cost, run, progress, config, total_steps, waiting.seconds)
             summary.total_tokens += report.total_tokens
             if report.skipped is None:
                 summary.steps += 1
@@ -215,121 +214,3 @@ def _ending_on_request(
             latest = None if checkpoints is None else checkpoints.latest()
             saved = f"the last checkpoint is {latest}" if latest else "nothing was saved"
             raise KeyboardInterrupt(f"interrupted at step {engine.step}/{total_steps}; {saved}") from None
-
-
-@contextmanager
-def _metrics_to_sinks(run: RunFolder | None, config: LoopConfig, first_step: int) -> Iterator[None]:
-    """Give the run's records to the sinks that were asked for, as long as this lasts."""
-    if run is None or not config.sinks or not run.runtime.is_main:
-        yield
-        return
-
-    def warn(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    run.sinks = open_sinks(config.sinks, folder=run.path, project=config.project, say=warn, first_step=first_step)
-    try:
-        yield
-    finally:
-        run.sinks.close()
-        run.sinks = None
-
-
-class _Waiting:
-    """Hands windows on and measures how long the loop waited for the last one: ``seconds``."""
-
-    def __init__(self, windows: Iterable[Sequence[Batch]]) -> None:
-        self._windows, self.seconds = windows, 0.0
-
-    def __iter__(self) -> Iterator[Sequence[Batch]]:
-        windows = iter(self._windows)
-        while True:
-            start = time.monotonic()
-            window = next(windows, None)
-            self.seconds = time.monotonic() - start
-            if window is None:
-                return
-            yield window
-
-
-class _Evaluator:
-    """Evaluates, prints and logs."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        evaluate: Callable[[], EvalReport] | None,
-        run: RunFolder | None,
-        progress: ProgressPrinter,
-    ) -> None:
-        self._engine, self._evaluate, self._run, self._progress = engine, evaluate, run, progress
-
-    def __call__(self) -> EvalReport | None:
-        if self._evaluate is None:
-            return None
-        report = self._evaluate()
-        loss = "no supervised token" if report.loss is None else f"loss {report.loss:.4f}"
-        self._progress.say(
-            f"held-out after step {self._engine.step}  {loss}  "
-            f"tok {report.effective_tokens:,.0f}/{report.total_tokens:,}{self._progress.extras(report.metrics)}"
-        )
-        if self._run is not None:
-            self._run.log(
-                {
-                    "step": self._engine.step,
-                    "eval_loss": report.loss,
-                    "eval_effective_tokens": report.effective_tokens,
-                    "eval_total_tokens": report.total_tokens,
-                    **{f"eval_{name}": value for name, value in report.metrics.items()},
-                }
-            )
-        return report
-
-
-def _log(
-    report: StepReport,
-    window: Sequence[Batch],
-    cost: StepCost,
-    run: RunFolder | None,
-    progress: ProgressPrinter,
-    config: LoopConfig,
-    total_steps: int,
-    data_wait: float,
-) -> None:
-    seconds = progress.tick(int(report.total_tokens))
-    costs = cost.measure(
-        window, total_tokens=report.total_tokens, effective_tokens=report.effective_tokens, seconds=seconds
-    )
-    if run is not None:
-        run.log(
-            {
-                "step": report.step,
-                "loss": report.loss,
-                "grad_norm": report.grad_norm,
-                "lr": report.lr,
-                "effective_tokens": report.effective_tokens,
-                "total_tokens": report.total_tokens,
-                "seconds": round(seconds, 4),
-                "data_wait": round(data_wait, 6),
-                **costs,
-                **report.metrics,
-                **({} if report.skipped is None else {"skipped": report.skipped}),
-                **({} if not report.refused else {"refused": [one.record() for one in report.refused]}),
-            }
-        )
-    for one in report.refused:
-        progress.say(f"step {one.verdict.step}/{total_steps}  {one}")
-    if report.skipped is not None:
-        progress.say(f"step {report.step}/{total_steps}  nothing moved: {report.skipped}")
-    elif report.step % config.log_every == 0 or report.step in (1, total_steps):
-        assert report.loss is not None
-        progress.step(
-            step=report.step,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            lr=report.lr,
-            effective_tokens=round(report.effective_tokens),
-            total_tokens=int(report.total_tokens),
-            metrics=report.metrics,
-            mfu=costs.get("mfu"),
-        )

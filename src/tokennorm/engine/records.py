@@ -1,0 +1,143 @@
+"""What a run writes down of each window and each evaluation: on disk, in the sinks and on the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tokennorm.engine.engine import Engine, StepReport
+from tokennorm.engine.evaluate import EvalReport
+from tokennorm.engine.objective import Batch
+from tokennorm.engine.progress import ProgressPrinter
+from tokennorm.engine.run_folder import RunFolder
+from tokennorm.engine.sinks import open_sinks
+from tokennorm.engine.throughput import StepCost
+
+if TYPE_CHECKING:
+    from tokennorm.engine.loop import LoopConfig
+
+__all__ = ["HeldOut", "Waiting", "log_step", "metrics_to_sinks"]
+
+
+@contextmanager
+def metrics_to_sinks(run: RunFolder | None, config: LoopConfig, first_step: int) -> Iterator[None]:
+    """Give the run's records to the sinks that were asked for, as long as this lasts."""
+    if run is None or not config.sinks or not run.runtime.is_main:
+        yield
+        return
+
+    def warn(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    run.sinks = open_sinks(config.sinks, folder=run.path, project=config.project, say=warn, first_step=first_step)
+    try:
+        yield
+    finally:
+        run.sinks.close()
+        run.sinks = None
+
+
+class Waiting:
+    """Hands windows on and measures how long the loop waited for the last one: ``seconds``."""
+
+    def __init__(self, windows: Iterable[Sequence[Batch]]) -> None:
+        self._windows, self.seconds = windows, 0.0
+
+    def __iter__(self) -> Iterator[Sequence[Batch]]:
+        """Yield the windows."""
+        windows = iter(self._windows)
+        while True:
+            start = time.monotonic()
+            window = next(windows, None)
+            self.seconds = time.monotonic() - start
+            if window is None:
+                return
+            yield window
+
+
+class HeldOut:
+    """Evaluates, prints and logs; None without an evaluation."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        evaluate: Callable[[], EvalReport] | None,
+        run: RunFolder | None,
+        progress: ProgressPrinter,
+    ) -> None:
+        self._engine, self._evaluate, self._run, self._progress = engine, evaluate, run, progress
+
+    def __call__(self) -> EvalReport | None:
+        """Evaluate on all ranks."""
+        if self._evaluate is None:
+            return None
+        report = self._evaluate()
+        loss = "no supervised token" if report.loss is None else f"loss {report.loss:.4f}"
+        self._progress.say(
+            f"held-out after step {self._engine.step}  {loss}  "
+            f"tok {report.effective_tokens:,.0f}/{report.total_tokens:,}{self._progress.extras(report.metrics)}"
+        )
+        if self._run is not None:
+            self._run.log(
+                {
+                    "step": self._engine.step,
+                    "eval_loss": report.loss,
+                    "eval_effective_tokens": report.effective_tokens,
+                    "eval_total_tokens": report.total_tokens,
+                    **{f"eval_{name}": value for name, value in report.metrics.items()},
+                }
+            )
+        return report
+
+
+def log_step(
+    report: StepReport,
+    window: Sequence[Batch],
+    cost: StepCost,
+    run: RunFolder | None,
+    progress: ProgressPrinter,
+    config: LoopConfig,
+    total_steps: int,
+    data_wait: float,
+) -> None:
+    """Write and print what a window came to; ``data_wait`` in seconds."""
+    seconds = progress.tick(int(report.total_tokens))
+    costs = cost.measure(
+        window, total_tokens=report.total_tokens, effective_tokens=report.effective_tokens, seconds=seconds
+    )
+    if run is not None:
+        run.log(
+            {
+                "step": report.step,
+                "loss": report.loss,
+                "grad_norm": report.grad_norm,
+                "lr": report.lr,
+                "effective_tokens": report.effective_tokens,
+                "total_tokens": report.total_tokens,
+                "seconds": round(seconds, 4),
+                "data_wait": round(data_wait, 6),
+                **costs,
+                **report.metrics,
+                **({} if report.skipped is None else {"skipped": report.skipped}),
+                **({} if not report.refused else {"refused": [one.record() for one in report.refused]}),
+            }
+        )
+    for one in report.refused:
+        progress.say(f"step {one.verdict.step}/{total_steps}  {one}")
+    if report.skipped is not None:
+        progress.say(f"step {report.step}/{total_steps}  nothing moved: {report.skipped}")
+    elif report.step % config.log_every == 0 or report.step in (1, total_steps):
+        assert report.loss is not None
+        progress.step(
+            step=report.step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            effective_tokens=round(report.effective_tokens),
+            total_tokens=int(report.total_tokens),
+            metrics=report.metrics,
+            mfu=costs.get("mfu"),
+        )
