@@ -33,6 +33,7 @@ from tokennorm.recipes.sft.config import DataConfig, ModelConfig, RunConfig, Sft
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, PART = 1000, 100
+END = 1
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -46,7 +47,7 @@ def build_model(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=2000,
-        special_tokens=["<|im_start|>", "<|im_end|>"],
+        special_tokens=["<|im_start|>", "<|im_end|>"],  # ids 0 and END
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -63,8 +64,8 @@ def build_model(folder: Path) -> Path:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=512,
-            eos_token_id=fast.eos_token_id,
-            pad_token_id=fast.pad_token_id,
+            eos_token_id=END,
+            pad_token_id=END,
             bos_token_id=None,
         )
     )
