@@ -77,8 +77,8 @@ def _head(entries: Sequence[Entry]) -> Iterator[str]:
     yield (
         f"`python -m benchmarks.dspark_smollm2`, report of commit {commit.stdout.strip()}, trained on commit "
         f"{run['git']['commit'][:7]}. {platform.machine()}, 2 shared cores, one thread per run, two "
-        f"runs side by side, Python {platform.python_version()}, torch {torch.__version__.split('+')[0]} (CPU), transformers "
-        f"{transformers.__version__}, float32.\n"
+        f"runs side by side, Python {platform.python_version()}, torch {torch.__version__.split('+')[0]} (CPU), "
+        f"transformers {transformers.__version__}, float32.\n"
     )
     first = entries[0].records()
     counts = Counter(answer.group for answer in read_answers(entries[0].folder / "answers.jsonl"))
