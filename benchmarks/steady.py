@@ -158,7 +158,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     waited = 100 * sum(r["data_wait"] for r in records) / sum(r["seconds"] for r in records)
     text = f"""\
-# {STEPS:,} steps, the same at the end
+# {STEPS:,} steps: memory, speed, waiting for data
 
 `python -m benchmarks.steady --write` on commit {commit.stdout.strip()}, {platform.machine()}, one thread on 2
 shared cores, Python {platform.python_version()}, torch {torch.__version__.split("+")[0]} (CPU).
