@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import importlib.util
 import io
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokennorm.data import cache_folder
 from tokennorm.errors import ConfigError, DataError, MissingDependencyError
 from tokennorm.recipes.common.quiet import quiet_transformers
 
@@ -57,14 +57,6 @@ EMBEDDED_MODELS = {
         end_token="<|im_end|>",
     ),
 }
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: ``$TOKENNORM_CACHE``, else ``tokennorm`` in the user's cache folder."""
-    if own := os.environ.get("TOKENNORM_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tokennorm"
 
 
 def fetch(name: str, *, say: Say | None = None) -> Path:

@@ -104,8 +104,8 @@ def test_tools_in_a_table_must_be_text_where_rows_differ(tmp_path):
 def test_ids_go_to_the_hub_with_configuration_and_split(monkeypatch):
     calls = []
 
-    def load(name, config, *, split, streaming):
-        calls.append((name, config, split, streaming))
+    def load(name, config, *, split):
+        calls.append((name, config, split))
         if name == "owner/missing":
             raise FileNotFoundError("not there\nmore")
         return datasets.Dataset.from_list([CHAT])
@@ -115,9 +115,9 @@ def test_ids_go_to_the_hub_with_configuration_and_split(monkeypatch):
     assert sources("owner/name:test") == ["owner/name:test:0"]
     assert sources("owner/name:en:test") == ["owner/name:en:test:0"]
     assert calls == [
-        ("owner/name", None, "train", False),
-        ("owner/name", None, "test", False),
-        ("owner/name", "en", "test", False),
+        ("owner/name", None, "train"),
+        ("owner/name", None, "test"),
+        ("owner/name", "en", "test"),
     ]
     with pytest.raises(DataError, match=r"can't load owner/missing .*FileNotFoundError: not there\n"):
         read_source("owner/missing")

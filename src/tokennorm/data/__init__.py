@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokennorm.data.bad_rows import BadRows
-from tokennorm.data.cache import default_cache_folder, encode_cached
+from tokennorm.data.cache import cache_folder, default_cache_folder, encode_cached
 from tokennorm.data.chat import ChatEncoder, EncodedChat
 from tokennorm.data.conversation import ROLES, Conversation, Message
 from tokennorm.data.dataset import ChatDataset, check_max_length
@@ -60,6 +60,7 @@ __all__ = [
     "Window",
     "WindowLoader",
     "assistant_turns",
+    "cache_folder",
     "check_max_length",
     "collate_packed",
     "collate_padded",

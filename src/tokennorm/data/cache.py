@@ -22,18 +22,23 @@ from tokennorm.data.encoding import EncodedDocument, EncodeSettings, Progress
 from tokennorm.data.workers import encode_in_workers
 from tokennorm.errors import DataError
 
-__all__ = ["cache_key", "default_cache_folder", "encode_cached", "load_encoded", "save_encoded"]
+__all__ = ["cache_folder", "cache_key", "default_cache_folder", "encode_cached", "load_encoded", "save_encoded"]
 
 # Raise it when the same documents would be encoded in another way.
 ENCODING_VERSION = 1
 
 
-def default_cache_folder() -> Path:
-    """``$TOKENNORM_CACHE``, else ``tokennorm`` in the user's cache folder; ``encoded`` below it."""
+def cache_folder() -> Path:
+    """Return the folder of what can be made again: ``$TOKENNORM_CACHE``, else ``tokennorm`` in the user's cache."""
     if own := os.environ.get("TOKENNORM_CACHE"):
-        return Path(own).expanduser() / "encoded"
+        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tokennorm" / "encoded"
+    return (Path(base) if base else Path.home() / ".cache") / "tokennorm"
+
+
+def default_cache_folder() -> Path:
+    """Where encoded documents are kept: ``encoded`` in :func:`cache_folder`."""
+    return cache_folder() / "encoded"
 
 
 def encode_cached(

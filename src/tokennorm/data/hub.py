@@ -11,7 +11,7 @@ from typing import Any
 from tokennorm.data.documents import Document, parse_row
 from tokennorm.errors import DataError, MissingDependencyError
 
-__all__ = ["looks_like_an_id", "parse_dataset", "read_hub", "read_saved", "read_tables", "stream_hub"]
+__all__ = ["looks_like_an_id", "parse_dataset", "read_hub", "read_saved", "read_tables"]
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".md", ".parquet", ".csv", ".arrow")
@@ -30,20 +30,11 @@ def read_hub(identifier: str) -> Any:
     Raises:
         DataError: no such data set, configuration or split, or no connection.
     """
-    return _load_hub(identifier, streaming=False)
-
-
-def stream_hub(identifier: str) -> Any:
-    """The same as an iterable that downloads as it is read."""
-    return _load_hub(identifier, streaming=True)
-
-
-def _load_hub(identifier: str, *, streaming: bool) -> Any:
     datasets = _library()
     name, *rest = identifier.split(":")
     config, split = (rest[0], rest[1]) if len(rest) == 2 else (None, rest[0] if rest else "train")
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+        return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library raises many kinds: files, network, values
         raise DataError(
             f"can't load {name} (configuration {config or 'default'}, split {split}) from the Hugging Face hub: "

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from tokennorm.engine.checkpoint_tensors import Description, describe
 from tokennorm.engine.distributed import unwrap_model
 from tokennorm.engine.engine import Engine
+from tokennorm.engine.sharding import reshard
 
 __all__ = [
     "MODEL",
@@ -35,7 +35,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def model_tensors(engine: Engine) -> dict[str, Tensor]:
     """Return ``model.NAME`` -> parameter or persistent buffer, the engine's own storage; a tied one once."""
     model = unwrap_model(engine.model)
-    _reshard(model)
+    reshard(model)
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -182,7 +182,7 @@ def _optimised(engine: Engine) -> dict[str, Tensor]:
 
 def _group_names(engine: Engine) -> list[list[str]]:
     model = unwrap_model(engine.model)
-    _reshard(model)
+    reshard(model)
     names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
     return [
         # A parameter from outside the model is known by its place.
@@ -192,13 +192,6 @@ def _group_names(engine: Engine) -> list[list[str]]:
         ]
         for number, group in enumerate(engine.optimizer.param_groups)
     ]
-
-
-def _reshard(model: nn.Module) -> None:
-    # A forward without a backward leaves gathered weights behind: the parameters that count are the split ones.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _plain(name: str) -> str:
