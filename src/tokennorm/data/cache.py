@@ -29,7 +29,7 @@ ENCODING_VERSION = 1
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be made again: ``$TOKENNORM_CACHE``, else ``tokennorm`` in the user's cache."""
+    """Folder of what can be made again: ``$TOKENNORM_CACHE``, else ``tokennorm`` in the user's cache."""
     if own := os.environ.get("TOKENNORM_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
