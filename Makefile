@@ -9,7 +9,7 @@ PEERS := .venv-peers
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo drafter test check format survey bench bench-drafter audit-peers model clean
+.PHONY: demo drafter test check format survey bench bench-sft bench-drafter audit-peers model clean
 
 demo: model  ## fine-tune SmolLM2-135M on the embedded question-answer set (about 5 minutes on 2 free cores)
 	$(BIN)/tokennorm train sft --config demo
@@ -35,6 +35,9 @@ survey: $(STAMP)  ## every causal-LM class that transformers can build, patched 
 
 bench-drafter: model  ## train and decode with drafters in several ways (about three hours of CPU)
 	$(BIN)/python -m benchmarks.dspark_smollm2
+
+bench-sft: model  ## one epoch of SmolLM2 in float32, in bfloat16 and on two ranks (about three hours of CPU)
+	$(BIN)/python -m benchmarks.sft_smollm2
 
 bench: $(STAMP)  ## time and memory of the cross-entropy operator
 	$(BIN)/python -m benchmarks.cross_entropy
