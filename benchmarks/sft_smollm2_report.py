@@ -85,8 +85,8 @@ def _head(runs: Sequence[Trained]) -> list[str]:
         "",
         f"{last} steps of 8 packed rows of 512 tokens, {tokens:,} tokens of which {supervised:,} supervised. "
         "AdamW with a cosine from 1e-4 to 1e-5. All three train on the same windows in the same order; two ranks "
-        "take half of the rows each. The held-out loss is the sum over all held-out tokens "
-        f"({held_out['eval_effective_tokens']:,} supervised of {held_out['eval_total_tokens']:,}) by their number.",
+        "take half of the rows each. The held-out loss is the sum over all held-out tokens by their number: "
+        f"{held_out['eval_effective_tokens']:,} supervised ones of {held_out['eval_total_tokens']:,}.",
         "",
     ]
 
