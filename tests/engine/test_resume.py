@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,90 +11,28 @@ import pytest
 import torch
 
 from tests.engine.toy import ToyLM, ToyWindows, build_engine, weights
+from tests.engine.toy_run import IDENTITY, Killed, asks_in, dies_in, fingerprint, numbers, start
 from tokennorm.engine import (
-    CausalLMObjective,
     CheckpointStore,
     Engine,
     EvalReport,
     LoopConfig,
     ProgressPrinter,
     RunFolder,
-    Runtime,
+    RunStopped,
     evaluate,
-    seed_everything,
     train,
-    unwrap_model,
-    wrap_ddp,
 )
+from tokennorm.engine.throughput import StepCost
 from tokennorm.errors import CheckpointError, DataError
 from tokennorm.testing import spawn_ranks
-
-STEPS = 12
-IDENTITY = {"model": "toy", "optim": {"lr": 0.05, "betas": (0.9, 0.95)}}
-
-
-class Killed(BaseException):
-    """Nothing in the library catches this."""
-
-
-def start(
-    folder: Path, *, rank: int = 0, world_size: int = 1, resume: bool = False, kill_at: int | None = None
-) -> Any:
-    """A run with dropout, so that the generators matter; optionally one that dies in a step."""
-    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
-    seed_everything(rank)
-    model = wrap_ddp(ToyLM(dtype=torch.float32, dropout=0.3, seed=1), runtime)
-    engine = build_engine(model, total_steps=STEPS, dp_world_size=world_size)
-    windows = ToyWindows(rank=rank, world_size=world_size, repeat=STEPS // 4)
-    run = RunFolder(folder, runtime=runtime, resume=resume)
-    store = CheckpointStore(run.checkpoints, identity=IDENTITY, runtime=runtime)
-    if resume:
-        windows.load_state_dict(store.restore(engine))
-        run.forget_after(engine.step)
-    objective = CausalLMObjective()
-    calls = 0
-
-    def dying(model: Any, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if kill_at is not None and engine.step == kill_at and calls % 2 == 0:
-            raise Killed
-        return objective(model, batch)
-
-    engine.objective = dying
-    train(
-        engine,
-        windows,
-        total_steps=STEPS,
-        config=LoopConfig(save_every=3, eval_every=5),
-        evaluate=lambda: evaluate(engine.model, objective, ToyWindows().windows[0]),
-        run=run,
-        checkpoints=store,
-    )
-    return engine
-
-
-def fingerprint(engine: Engine) -> dict[str, Any]:
-    return {
-        "weights": weights(unwrap_model(engine.model)).tolist(),
-        "moments": [{k: v.sum().item() for k, v in s.items()} for s in engine.optimizer.state.values()],
-        "lr": engine.optimizer.param_groups[0]["lr"],
-        "step": engine.step,
-        "random": (random.random(), torch.rand(1).item()),
-    }
-
-
-def numbers(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    costs = ("seconds", "data_wait", "memory_bytes")
-    return [{k: v for k, v in line.items() if k not in costs} for line in lines]
 
 
 @pytest.mark.parametrize("kill_at", [4, 8])
 def test_resume_is_bitwise(tmp_path: Path, kill_at: int) -> None:
     undisturbed = fingerprint(start(tmp_path / "whole"))
     with pytest.raises(Killed):
-        start(tmp_path / "cut", kill_at=kill_at)
+        start(tmp_path / "cut", disturb=dies_in(kill_at))
     assert fingerprint(start(tmp_path / "cut", resume=True)) == undisturbed
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
     saved = [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()]
@@ -106,26 +43,44 @@ def test_resume_without_the_generators_would_differ(tmp_path: Path, monkeypatch:
     """The planted mistake: the test above would notice a forgotten random state."""
     undisturbed = fingerprint(start(tmp_path / "whole"))
     with pytest.raises(Killed):
-        start(tmp_path / "cut", kill_at=4)
+        start(tmp_path / "cut", disturb=dies_in(4))
     monkeypatch.setattr("tokennorm.engine.checkpoint.restore_rng_state", lambda *_: None)
     assert fingerprint(start(tmp_path / "cut", resume=True))["weights"] != undisturbed["weights"]
 
 
-def run_on_rank(rank: int, world_size: int, folder: str) -> Any:
-    whole = fingerprint(start(Path(folder) / "whole", rank=rank, world_size=world_size))
+def on_ranks(rank: int, world_size: int, folder: str) -> Any:
+    place = {"rank": rank, "world_size": world_size}
+    StepCost.memory_bytes = lambda _: 1000 + rank  # type: ignore[method-assign]
+    whole = fingerprint(start(Path(folder) / "whole", **place))
     # Both ranks die in the same step: what a killed job looks like to its checkpoints.
     with contextlib.suppress(Killed):
-        start(Path(folder) / "cut", rank=rank, world_size=world_size, kill_at=7)
-    resumed = fingerprint(start(Path(folder) / "cut", rank=rank, world_size=world_size, resume=True))
-    return whole, resumed
+        start(Path(folder) / "killed", **place, disturb=dies_in(7))
+    killed = fingerprint(start(Path(folder) / "killed", **place, resume=True))
+    # One rank only gets a signal.
+    config = LoopConfig(eval_every=7)
+    evaluated = fingerprint(start(Path(folder) / "evaluated", **place, config=config))
+    try:
+        asks = asks_in("train", 6) if rank == 1 else lambda *_: None
+        start(Path(folder) / "stopped", **place, disturb=asks, config=config)
+        stopped = None
+    except RunStopped as stop:
+        stopped = (stop.exit_code, str(stop.checkpoint))
+    again = fingerprint(start(Path(folder) / "stopped", **place, resume=True, config=config))
+    return whole, killed, evaluated, stopped, again
 
 
-def test_two_ranks_resume_bitwise(tmp_path: Path) -> None:
-    results = [result.value for result in spawn_ranks(run_on_rank, 2, str(tmp_path), timeout_s=400)]
-    for whole, resumed in results:
-        assert whole == resumed
+def test_two_ranks_killed_or_stopped_resume_bitwise(tmp_path: Path) -> None:
+    results = [result.value for result in spawn_ranks(on_ranks, 2, str(tmp_path), timeout_s=400)]
+    for whole, killed, evaluated, stopped, again in results:
+        assert whole == killed
+        assert stopped == (143, str(tmp_path / "stopped" / "checkpoints" / "step-00000007"))
+        assert evaluated == again
     assert results[0][0]["weights"] == results[1][0]["weights"]
     assert results[0][0]["random"] != results[1][0]["random"]
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["memory_bytes"] for line in lines if "loss" in line} == {1001}, "of the rank that takes most"
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "evaluated")
 
 
 def saved(tmp_path: Path) -> Path:

@@ -11,21 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_resume import IDENTITY, STEPS, fingerprint, numbers
-from tests.engine.toy import ToyLM, ToyWindows, build_engine
-from tokennorm.engine import (
-    CausalLMObjective,
-    CheckpointStore,
-    LoopConfig,
-    RunFolder,
-    Runtime,
-    evaluate,
-    seed_everything,
-    train,
-    wrap_ddp,
-)
-from tokennorm.engine.signals import RunStopped, StopRequest
-from tokennorm.testing import spawn_ranks
+from tests.engine.toy import ToyWindows, build_engine
+from tests.engine.toy_run import asks_in, fingerprint, numbers, start
+from tokennorm.engine import CheckpointStore, Engine, EvalReport, LoopConfig, RunStopped, StopRequest, train
 
 
 @pytest.fixture(autouse=True)
@@ -36,97 +24,92 @@ def _python_handles_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def start(
-    folder: Path,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    resume: bool = False,
-    ask: tuple[str, int] | None = None,
-    number: int = signal.SIGTERM,
-) -> Any:
-    """A run in which this rank gets a signal, within a training step or an evaluation."""
-    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
-    seed_everything(rank)
-    model = wrap_ddp(ToyLM(dtype=torch.float32, dropout=0.3, seed=1), runtime)
-    engine = build_engine(model, total_steps=STEPS, dp_world_size=world_size)
-    windows = ToyWindows(rank=rank, world_size=world_size, repeat=STEPS // 4)
-    run = RunFolder(folder, runtime=runtime, resume=resume)
-    store = CheckpointStore(run.checkpoints, identity=IDENTITY, runtime=runtime)
-    if resume:
-        windows.load_state_dict(store.restore(engine))
-        run.forget_after(engine.step)
-    objective = CausalLMObjective()
-    asked = []
+CONFIG = LoopConfig(eval_every=5, keep_best=True)
 
-    def asking(model: Any, batch: Any) -> Any:
-        outputs = objective(model, batch)
-        if ask == ("train" if model.training else "evaluate", engine.step) and not asked:
-            asked.append(os.kill(os.getpid(), number))
-        return outputs
 
-    engine.objective = asking
-    train(
-        engine,
-        windows,
-        total_steps=STEPS,
-        config=LoopConfig(eval_every=5),
-        evaluate=lambda: evaluate(engine.model, asking, ToyWindows().windows[0]),
-        run=run,
-        checkpoints=store,
-    )
-    return engine
+Outcome = tuple[dict[str, Any], list[dict[str, Any]], Path | None]
+
+
+def outcome(folder: Path, engine: Engine) -> Outcome:
+    """Weights and generators, records, and the best checkpoint."""
+    best = CheckpointStore(folder / "checkpoints").best()
+    return fingerprint(engine), numbers(folder), None if best is None else best.relative_to(folder)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("signals") / "whole"
-    return fingerprint(start(folder)), numbers(folder)
+    return outcome(folder, start(folder, config=CONFIG))
 
 
 @pytest.mark.parametrize(
-    ("ask", "number", "stopped_at"),
-    [(("train", 3), signal.SIGTERM, 4), (("evaluate", 5), signal.SIGINT, 5), (("train", 11), signal.SIGTERM, 12)],
+    ("asks", "number", "stopped_at"),
+    [
+        (("train", 3), signal.SIGTERM, 4),
+        # An evaluation is due after this step, and one has begun in the next case.
+        (("train", 4), signal.SIGTERM, 5),
+        (("evaluate", 5), signal.SIGINT, 5),
+        (("train", 11), signal.SIGTERM, 12),
+    ],
 )
 def test_a_signal_saves_after_the_step_and_the_run_goes_on(
-    tmp_path: Path, undisturbed: Any, ask: tuple[str, int], number: int, stopped_at: int
+    tmp_path: Path, undisturbed: Outcome, asks: tuple[str, int], number: int, stopped_at: int
 ) -> None:
-    before = signal.getsignal(number)
+    run, before = tmp_path / "run", signal.getsignal(number)
     with pytest.raises(RunStopped, match=f"after step {stopped_at}/12; the checkpoint is") as caught:
-        start(tmp_path / "run", ask=ask, number=number)
+        start(run, disturb=asks_in(*asks, number), config=CONFIG)
     assert signal.getsignal(number) is before
     assert caught.value.exit_code == 128 + number
-    assert caught.value.folder == tmp_path / "run"
-    assert caught.value.checkpoint == tmp_path / "run" / "checkpoints" / f"step-{stopped_at:08d}"
-    resumed = start(tmp_path / "run", resume=True)
-    assert (fingerprint(resumed), numbers(tmp_path / "run")) == undisturbed
+    assert caught.value.folder == run
+    assert caught.value.checkpoint == run / "checkpoints" / f"step-{stopped_at:08d}"
+    assert outcome(run, start(run, resume=True, config=CONFIG)) == undisturbed
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_once_and_its_checkpoint_is_the_best(tmp_path: Path) -> None:
+    """The losses are such that the left out evaluation is the lowest; a second stop comes within it."""
+    losses: dict[int, float] = {0: 9.0, 4: 3.0, 8: 5.0, 12: 4.0}
+    evaluated: list[int] = []
+
+    def go(*asks: tuple[str, int]) -> Path | None:
+        engine, windows = build_engine(total_steps=12), ToyWindows(repeat=3)
+        store = CheckpointStore(tmp_path, keep_last=1)
+        if store.latest() is not None:
+            windows.load_state_dict(store.restore(engine))
+        objective = engine.objective
+
+        def asking(model: Any, batch: Any) -> Any:
+            if ("train", engine.step) in asks:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return objective(model, batch)
+
+        def evaluate() -> EvalReport:
+            evaluated.append(engine.step)
+            if ("evaluate", engine.step) in asks:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return EvalReport(loss=losses[engine.step], effective_tokens=1, total_tokens=1)
+
+        engine.objective = asking
+        config = LoopConfig(eval_every=4, keep_best=True)
+        train(engine, windows, total_steps=12, config=config, evaluate=evaluate, checkpoints=store)
+        return store.best()
+
+    for asks in (("train", 3), ("evaluate", 4)):
+        with pytest.raises(RunStopped, match="after step 4/12"):
+            go(asks)
+    assert evaluated == [0, 4]
+    with pytest.raises(RunStopped, match="after step 12/12"):
+        go(("train", 11))
+    assert go() == tmp_path / "step-00000004"
+    assert evaluated == [0, 4, 8, 12]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000012"]
+    assert CheckpointStore(tmp_path).held_out_loss(12) == 4.0
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(RunStopped, match="stopped by SIGTERM after step 0/12; nothing was saved") as caught:
-        start(tmp_path / "run", ask=("evaluate", 0))
+        start(tmp_path / "run", disturb=asks_in("evaluate", 0), config=CONFIG)
     assert caught.value.checkpoint is None
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def on_ranks(rank: int, world_size: int, folder: str) -> Any:
-    whole = fingerprint(start(Path(folder) / "whole", rank=rank, world_size=world_size))
-    # One rank only gets the signal.
-    ask = ("train", 6) if rank == 1 else None
-    try:
-        start(Path(folder) / "cut", rank=rank, world_size=world_size, ask=ask)
-        stopped = None
-    except RunStopped as stop:
-        stopped = (stop.exit_code, str(stop.checkpoint))
-    resumed = fingerprint(start(Path(folder) / "cut", rank=rank, world_size=world_size, resume=True))
-    return whole, stopped, resumed
-
-
-def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(tmp_path: Path) -> None:
-    for result in spawn_ranks(on_ranks, 2, str(tmp_path), timeout_s=240):
-        whole, stopped, resumed = result.value
-        assert stopped == (143, str(tmp_path / "cut" / "checkpoints" / "step-00000007"))
-        assert resumed == whole
 
 
 def test_a_second_interrupt_ends_at_once_but_not_the_echo_of_the_first(

@@ -25,6 +25,7 @@ from tokennorm.engine.refused import RefusedFolder, RefusedMicroBatch
 from tokennorm.engine.rng import capture_rng_state, restore_rng_state, seed_everything
 from tokennorm.engine.run_folder import RunFolder, config_to_dict
 from tokennorm.engine.sharding import decoder_blocks, is_sharded, reshard, wrap_fsdp, wrap_model
+from tokennorm.engine.signals import RunStopped, StopRequest
 
 __all__ = [
     "AutocastObjective",
@@ -42,8 +43,10 @@ __all__ = [
     "RefusedFolder",
     "RefusedMicroBatch",
     "RunFolder",
+    "RunStopped",
     "Runtime",
     "StepReport",
+    "StopRequest",
     "TrainReport",
     "WindowSource",
     "all_ranks_or_none",

@@ -85,6 +85,11 @@ class CheckpointStore:
         losses = self._losses()
         return min(losses, key=lambda path: (losses[path], path.name)) if losses else None
 
+    def held_out_loss(self, step: int) -> float | None:
+        """Return the loss that the checkpoint of ``step`` was saved with, if any; the same on every rank."""
+        own = self._losses().get(self.folder / files.folder_name(step)) if self.runtime.is_main else None
+        return broadcast_from_main(own, self.runtime)
+
     def improves(self, held_out_loss: float | None) -> bool:
         """True when a state with this held-out loss is the best so far and is to be kept, on all ranks alike."""
         if not self.keep_best or held_out_loss is None:

@@ -131,44 +131,63 @@ def train(
     start = engine.step
     summary = TrainReport()
 
+    # A run that was stopped by a signal saved itself before the evaluation that was due.
+    unmeasured = (
+        start > 0 and evaluate is not None and checkpoints is not None and checkpoints.held_out_loss(start) is None
+    )
+
     def save() -> Path | None:
         if checkpoints is None:
             return None
-        if engine.step == start:
+        loss = held_out.loss_after(engine.step)
+        if engine.step == start and not (unmeasured and loss is not None):
             return checkpoints.latest()
-        return checkpoints.save(engine, loader_state=windows.state_dict())
+        return checkpoints.save(engine, loader_state=windows.state_dict(), held_out_loss=loss)
+
+    def end_if_asked(number: int) -> None:
+        if number:
+            saved = save()
+            raise RunStopped(
+                f"stopped by {signal.Signals(number).name} after step {engine.step}/{total_steps}; "
+                + (f"the checkpoint is {saved}" if saved else "nothing was saved"),
+                signal=number,
+                checkpoint=saved,
+                folder=None if run is None else run.path,
+            )
+
+    def evaluate_and_save(*, again: bool = False) -> None:
+        """Do what is due after a step."""
+        if config.eval_every and engine.step % config.eval_every == 0:
+            held_out()
+            end_if_asked(stop.agreed())
+        due = again or (config.save_every and engine.step % config.save_every == 0)
+        if checkpoints is not None and (due or checkpoints.improves(held_out.loss_after(engine.step))):
+            save()
+        progress.pause()
 
     cost = StepCost(engine.model, engine.device, peak_tflops=config.peak_tflops, ranks=engine.dp_world_size)
-    with (
-        metrics_to_sinks(run, config, start),
-        _ending_on_request(engine, total_steps, run, checkpoints, save, announce=progress.enabled) as end_if_asked,
-    ):
+    with metrics_to_sinks(run, config, start), _signals(engine, total_steps, checkpoints, progress) as stop:
         if start == 0:
             summary.before = held_out()
-            end_if_asked()
+            end_if_asked(stop.agreed())
+        elif unmeasured and start < total_steps and config.eval_every and start % config.eval_every == 0:
+            evaluate_and_save(again=True)
         progress.pause()
         waiting = Waiting(windows if start < total_steps else ())
         for window in waiting:
             report = engine.train_step(window)
-            log_step(report, window, cost, run, progress, config, total_steps, waiting.seconds)
+            asked, memory = stop.agree(cost.memory_bytes())
+            log_step(report, window, cost, run, progress, config, total_steps, waiting.seconds, memory)
             summary.total_tokens += report.total_tokens
             if report.skipped is None:
                 summary.steps += 1
                 summary.effective_tokens += report.effective_tokens
-            end_if_asked()
+            end_if_asked(asked)
             if report.skipped is not None:
                 continue
             if engine.step == total_steps:
                 break
-            loss = None
-            if config.eval_every and engine.step % config.eval_every == 0:
-                measured = held_out()
-                loss = None if measured is None else measured.loss
-                end_if_asked()
-            due = config.save_every and engine.step % config.save_every == 0
-            if checkpoints is not None and (due or checkpoints.improves(loss)):
-                checkpoints.save(engine, loader_state=windows.state_dict(), held_out_loss=loss)
-            progress.pause()
+            evaluate_and_save()
         if engine.step == 0:
             raise DataError(
                 "no window of the data had a supervised token",
@@ -176,38 +195,18 @@ def train(
                 fix="check that the chats have assistant turns, and that they survive truncation",
             )
         summary.after = held_out()
-        if checkpoints is not None and engine.step > start:
-            after = None if summary.after is None else summary.after.loss
-            checkpoints.save(engine, loader_state=windows.state_dict(), held_out_loss=after)
+        save()
     return summary
 
 
 @contextmanager
-def _ending_on_request(
-    engine: Engine,
-    total_steps: int,
-    run: RunFolder | None,
-    checkpoints: CheckpointStore | None,
-    save: Callable[[], Path | None],
-    *,
-    announce: bool,
-) -> Iterator[Callable[[], None]]:
-    """Yield what raises RunStopped when a signal came; call it between windows, on every rank."""
-    with StopRequest(device=engine.device, group=engine.dp_group, announce=announce) as stop:
-
-        def end_if_asked() -> None:
-            if number := stop.agreed():
-                saved = save()
-                raise RunStopped(
-                    f"stopped by {signal.Signals(number).name} after step {engine.step}/{total_steps}; "
-                    + (f"the checkpoint is {saved}" if saved else "nothing was saved"),
-                    signal=number,
-                    checkpoint=saved,
-                    folder=None if run is None else run.path,
-                )
-
+def _signals(
+    engine: Engine, total_steps: int, checkpoints: CheckpointStore | None, progress: ProgressPrinter
+) -> Iterator[StopRequest]:
+    """Yield what knows of a signal; an interrupt that ends the run at once says what was saved."""
+    with StopRequest(device=engine.device, group=engine.dp_group, announce=progress.enabled) as stop:
         try:
-            yield end_if_asked
+            yield stop
         except RunStopped:
             raise
         except KeyboardInterrupt:

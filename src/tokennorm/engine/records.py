@@ -69,12 +69,18 @@ class HeldOut:
         progress: ProgressPrinter,
     ) -> None:
         self._engine, self._evaluate, self._run, self._progress = engine, evaluate, run, progress
+        self._last: tuple[int, float | None] = (-1, None)
+
+    def loss_after(self, step: int) -> float | None:
+        """Return the loss of the weights after ``step``, if they were the last to be evaluated."""
+        return self._last[1] if self._last[0] == step else None
 
     def __call__(self) -> EvalReport | None:
         """Evaluate on all ranks."""
         if self._evaluate is None:
             return None
         report = self._evaluate()
+        self._last = (self._engine.step, report.loss)
         loss = "no supervised token" if report.loss is None else f"loss {report.loss:.4f}"
         self._progress.say(
             f"held-out after step {self._engine.step}  {loss}  "
@@ -102,11 +108,16 @@ def log_step(
     config: LoopConfig,
     total_steps: int,
     data_wait: float,
+    memory_bytes: int,
 ) -> None:
-    """Write and print what a window came to; ``data_wait`` in seconds."""
+    """Write and print what a window came to; ``data_wait`` in seconds, ``memory_bytes`` of the fullest rank."""
     seconds = progress.tick(int(report.total_tokens))
     costs = cost.measure(
-        window, total_tokens=report.total_tokens, effective_tokens=report.effective_tokens, seconds=seconds
+        window,
+        total_tokens=report.total_tokens,
+        effective_tokens=report.effective_tokens,
+        seconds=seconds,
+        memory_bytes=memory_bytes,
     )
     if run is not None:
         run.log(

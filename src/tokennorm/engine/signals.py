@@ -82,11 +82,16 @@ class StopRequest:
 
         One all-reduce of one number for several ranks, nothing for one.
         """
+        return self.agree()[0]
+
+    def agree(self, *measured: int) -> tuple[int, ...]:
+        """Return :meth:`agreed`, and of each measured number the largest that any rank gave, in one message."""
+        own = (self._received, *measured)
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
-            return self._received
-        flag = torch.tensor(self._received, device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return int(flag)
+            return own
+        most = torch.tensor(own, dtype=torch.int64, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return tuple(most.tolist())
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:

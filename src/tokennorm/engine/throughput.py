@@ -60,8 +60,18 @@ class StepCost:
         self._peak = None if peak_tflops is None else peak_tflops * 1e12 * ranks
         self._body, self._head, self._attention = _costs(unwrap_model(model))
 
+    def memory_bytes(self) -> int:
+        """Return what this rank takes: the most of its GPU's tensors since the start, or its process on a CPU."""
+        return _memory(self._device)
+
     def measure(
-        self, window: Sequence[Mapping[str, Any]], *, total_tokens: float, effective_tokens: float, seconds: float
+        self,
+        window: Sequence[Mapping[str, Any]],
+        *,
+        total_tokens: float,
+        effective_tokens: float,
+        seconds: float,
+        memory_bytes: int | None = None,
     ) -> dict[str, float]:
         """Return ``memory_bytes`` and, when it is known, ``mfu`` of one window.
 
@@ -70,8 +80,10 @@ class StepCost:
             total_tokens: of all ranks.
             effective_tokens: supervised ones of all ranks.
             seconds: that the window took.
+            memory_bytes: of the rank that takes the most; by default of this one.
         """
-        measured: dict[str, float] = {"memory_bytes": _memory(self._device)}
+        memory = self.memory_bytes() if memory_bytes is None else memory_bytes
+        measured: dict[str, float] = {"memory_bytes": memory}
         if self._peak is not None and self._body and seconds > 0:
             work = (self._body + self._attention * _mean_length(window)) * total_tokens
             measured["mfu"] = (work + self._head * effective_tokens) / (seconds * self._peak)

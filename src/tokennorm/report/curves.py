@@ -93,7 +93,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
             ),
         ),
         _simple(runs, "MFU", "part of the device's peak", "mfu", from_zero=True),
-        _simple(runs, "Memory", "GiB, first rank", "memory_bytes", scale=2**-30, from_zero=True),
+        _simple(runs, "Memory", "GiB, of the rank that takes most", "memory_bytes", scale=2**-30, from_zero=True),
         Panel(
             title="Waiting for data",
             unit="part of the step",
