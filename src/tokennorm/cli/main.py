@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import tokennorm
 from tokennorm.cli.go_on import go_on
+from tokennorm.cli.pipes import READER_GONE, leave_closed_pipes
 from tokennorm.errors import ConfigError, TokenNormError
 
 __all__ = ["main"]
@@ -51,12 +52,25 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run one command and return its exit code: 141 when whoever reads its output has left.
 
     Args:
         argv: the arguments after the program's name; by default those of the process.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            # Here and not when the interpreter ends, where it can't be caught; help leaves by SystemExit.
+            print(end="", flush=True)
+    except BrokenPipeError:
+        # Another pipe, to a worker process perhaps, is no business of the reader's.
+        if not leave_closed_pipes():
+            raise
+        return READER_GONE
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
