@@ -83,26 +83,10 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         _simple(runs, "Gradient norm", "before clipping", "grad_norm", logarithmic=True),
         _simple(runs, "Learning rate", "", "lr", from_zero=True),
         Panel(title="Tokens per step", unit="all ranks", from_zero=True, curves=_tokens(runs, several)),
-        Panel(
-            title="Throughput",
-            unit="tokens per second, padding not counted",
-            from_zero=True,
-            curves=tuple(
-                _curve(run.steps, _rate, index, _name(run, "all tokens", several), weight=_of("seconds"))
-                for index, run in _all(runs)
-            ),
-        ),
+        _by_time(runs, "Throughput", "tokens per second, padding not counted", "all tokens", "total_tokens"),
         _simple(runs, "MFU", "part of the device's peak", "mfu", from_zero=True),
         _simple(runs, "Memory", "GiB, of the rank that takes most", "memory_bytes", scale=2**-30, from_zero=True),
-        Panel(
-            title="Waiting for data",
-            unit="part of the step",
-            from_zero=True,
-            curves=tuple(
-                _curve(run.steps, _wait, index, _name(run, "data wait", several), weight=_of("seconds"))
-                for index, run in _all(runs)
-            ),
-        ),
+        _by_time(runs, "Waiting for data", "part of the step", "data wait", "data_wait"),
         Panel(
             title="Kept out of the training",
             unit="so far: refused micro-batches, windows without a step",
@@ -135,16 +119,7 @@ def _of(name: str, scale: float = 1.0) -> Callable[[Record], float | None]:
     return value
 
 
-def _ratio(numerator: str, denominator: str) -> Callable[[Record], float | None]:
-    def value(record: Record) -> float | None:
-        above, below = number(record.get(numerator)), number(record.get(denominator))
-        return None if above is None or not below else above / below
-
-    return value
-
-
 _step = _of("step")
-_rate, _wait = _ratio("total_tokens", "seconds"), _ratio("data_wait", "seconds")
 
 
 def _curve(
@@ -256,6 +231,20 @@ def _simple(
         for index, run in _all(runs)
     )
     return Panel(title=title, unit=unit, curves=curves, from_zero=from_zero, logarithmic=logarithmic)
+
+
+def _by_time(runs: Sequence[Run], title: str, unit: str, label: str, name: str) -> Panel:
+    """Something per second; the mean of several steps is their sum over their time."""
+
+    def value(record: Record) -> float | None:
+        amount, seconds = number(record.get(name)), number(record.get("seconds"))
+        return None if amount is None or not seconds else amount / seconds
+
+    curves = tuple(
+        _curve(run.steps, value, index, _name(run, label, len(runs) > 1), weight=_of("seconds"))
+        for index, run in _all(runs)
+    )
+    return Panel(title=title, unit=unit, curves=curves, from_zero=True)
 
 
 def _by_name(runs: Sequence[Run], several: bool) -> list[Panel]:
