@@ -20,6 +20,7 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteSlotError",
     "PatchError",
+    "RunFolderError",
     "TokenNormError",
 ]
 
@@ -89,6 +90,10 @@ class DataError(TokenNormError, ValueError):
 
 class CheckpointError(TokenNormError, RuntimeError):
     """A checkpoint that can't be written, read, or doesn't belong to this run."""
+
+
+class RunFolderError(TokenNormError, OSError):
+    """A file of the run folder that can't be written: metrics, configuration, origin."""
 
 
 class DistributedError(TokenNormError, RuntimeError):

@@ -131,25 +131,6 @@ def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
     assert "no complete checkpoint" in refused(tmp_path, build_engine(ToyLM(dtype=torch.float32)))
 
 
-def test_a_disk_that_fills_up_stops_the_run_and_the_last_checkpoint_continues_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel itself answers "no space left" (/dev/full) for the file that holds the tensors."""
-    undisturbed = fingerprint(start(tmp_path / "whole"))
-    with monkeypatch.context() as patch:
-        opened = Path.open
-
-        def full(self: Path, *args: Any, **options: Any) -> Any:
-            hit = self.name == "__0_0.distcp" and "step-00000006" in str(self) and args[:1] == ("wb",)
-            return opened(Path("/dev/full") if hit else self, *args, **options)
-
-        patch.setattr(Path, "open", full)
-        with pytest.raises(CheckpointError, match=r"No space left on device(.|\n)*step-00000003; it is untouched"):
-            start(tmp_path / "cut")
-    assert [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step-00000003"]
-    assert fingerprint(start(tmp_path / "cut", resume=True)) == undisturbed
-
-
 def test_the_best_is_kept_besides_the_last(tmp_path: Path) -> None:
     losses = iter([9.0, 5.0, 3.0, 4.0, 3.5, 6.0])
     engine = build_engine(total_steps=10)

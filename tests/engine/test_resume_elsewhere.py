@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.engine.small_disk import SmallDisk, small_disk
 from tests.engine.toy import WINDOWS, ToyLM, ToyWindows, build_engine, micro_batch, weights
-from tokennorm.engine import CheckpointStore, Engine, Runtime, checkpoint_files, unwrap_model, wrap_ddp
+from tokennorm.engine import CheckpointStore, Engine, Runtime, checkpoint_files, unwrap_model, wrap_ddp, wrap_fsdp
 from tokennorm.errors import CheckpointError, TokenNormError
 from tokennorm.testing import spawn_ranks
 
@@ -88,35 +90,73 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for name, v in found.items()}
 
 
-def first_two(rank: int, world_size: int, folder: str) -> Any:
+def hybrid(rank: int, world_size: int, seed: int, group: dist.ProcessGroup | None = None) -> Any:
+    """HSDP 2x2 on four ranks, FSDP2 on two, nothing on one; as :func:`parts`."""
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, group=group)
+    model = ToyLM(seed=seed)
+    model = wrap_fsdp(model, runtime, shard_ranks=min(2, world_size), blocks=[model.norm])
+    engine = build_engine(model, total_steps=STEPS, dp_world_size=world_size, dp_group=group)
+    return engine, ToyWindows(rank=rank, world_size=world_size, repeat=REPEAT), runtime
+
+
+def hybrid_resumed(rank: int, world_size: int, folder: str, group: dist.ProcessGroup | None = None) -> Any:
+    """State right after the resume, the losses from there on, and the state at the end."""
+    engine, windows, runtime = hybrid(rank, world_size, 99, group)
+    windows.load_state_dict(CheckpointStore(folder, runtime=runtime).restore(engine))
+    there = state_of(engine)
+    return there, [loss for loss, _ in run(engine, windows, STEPS)], state_of(engine)
+
+
+def first_two(rank: int, world_size: int, folder: str, disk: SmallDisk) -> Any:
     engine, windows, runtime = parts(rank, world_size)
-    store = CheckpointStore(f"{folder}/ddp", runtime=runtime)
+    store = CheckpointStore(disk.path / "ddp", runtime=runtime)
     before = run(engine, windows, SAVED)
     store.save(engine, loader_state=windows.state_dict())
 
-    # One rank's disk is full at the next save: both hear of it, and nothing is left of it.
-    message = ""
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(checkpoint_files, "open", lambda *_: open("/dev/full", "wb"), raising=False)  # noqa: SIM115
-        engine.step += 1
-        try:
-            store.save(engine, loader_state=windows.state_dict())
-        except TokenNormError as error:
-            message = str(error)
-        engine.step -= 1
+    # What the second rank alone has to write doesn't fit on the disk, and nobody could know before.
+    used = disk.used()
+    state = windows.state_dict()
+    if rank == 1:
+        state["much"] = torch.ones(2**20, dtype=torch.float64)
+        disk.limit(2**20)
+    engine.step += 1
+    try:
+        store.save(engine, loader_state=state)
+        message = ""
+    except TokenNormError as error:
+        message = str(error)
+    engine.step -= 1
+    disk.clear()
+    dist.barrier()
+    given_back = disk.used() == used
+    dist.barrier()
 
     split = sharded(world_size, seed=1)
     by_hand(split, 2)
     CheckpointStore(f"{folder}/fsdp", runtime=runtime).save(split)
     CheckpointStore(f"{folder}/apart", runtime=runtime).save(split, loader_state={"place": rank})
-    return before, message, state_of(split)
+    return before, message, given_back, state_of(split)
 
 
-def then_four(rank: int, world_size: int, folder: str) -> Any:
+def then_four(rank: int, world_size: int, folder: str, ddp: str) -> Any:
     split = sharded(world_size, seed=99)
     CheckpointStore(f"{folder}/fsdp", runtime=runtime_of(rank, world_size)).restore(split)
-    return resumed(rank, world_size, f"{folder}/ddp"), state_of(split)
+    other = resumed(rank, world_size, ddp), state_of(split)
+
+    engine, windows, runtime = hybrid(rank, world_size, 1)
+    run(engine, windows, SAVED)
+    CheckpointStore(f"{folder}/hsdp", runtime=runtime).save(engine, loader_state=windows.state_dict())
+    whole = state_of(engine), [loss for loss, _ in run(engine, windows, STEPS)], state_of(engine)
+    again = hybrid_resumed(rank, world_size, f"{folder}/hsdp")
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        on_two = hybrid_resumed(rank, 2, f"{folder}/hsdp", pair)
+    else:
+        # Every rank takes part in making the mesh of the two.
+        DeviceMesh("cpu", [0, 1], mesh_dim_names=("shard",))
+        on_two = None
+    dist.barrier()
+    return *other, whole, again, on_two
 
 
 def test_two_ranks_then_one_or_four(tmp_path: Path) -> None:
@@ -124,13 +164,21 @@ def test_two_ranks_then_one_or_four(tmp_path: Path) -> None:
     undisturbed = run(engine, windows, STEPS)
     assert [own for _, own in undisturbed] == IDS
 
-    two = [result.value for result in spawn_ranks(first_two, 2, str(tmp_path), timeout_s=TIMEOUT_S)]
-    for rank, (_, message, _) in enumerate(two):
-        assert "No space left on device" in message, rank
-    assert os.listdir(tmp_path / "ddp") == [f"step-{SAVED:08d}"]
+    with small_disk(tmp_path / "disk") as disk:
+        ddp = disk.path / "ddp"
+        spawned = spawn_ranks(first_two, 2, str(tmp_path), disk, timeout_s=TIMEOUT_S)
+        two = [result.value for result in spawned]
+        assert f"rank 1 of 2 failed: the checkpoint of step {SAVED + 1} could not be written" in two[0][1]
+        for rank, (_, message, given_back, _) in enumerate(two):
+            assert disk.words in message, rank
+            assert f"the last complete checkpoint is step-{SAVED:08d}; it is untouched" in message, rank
+            assert given_back, "what both ranks had written is gone"
+        assert os.listdir(ddp) == [f"step-{SAVED:08d}"]
 
-    four = [result.value for result in spawn_ranks(then_four, 4, str(tmp_path), timeout_s=TIMEOUT_S)]
-    for ranks in ([resumed(0, 1, f"{tmp_path}/ddp")], [own for own, _ in four]):
+        spawned = spawn_ranks(then_four, 4, str(tmp_path), str(ddp), timeout_s=TIMEOUT_S)
+        four = [result.value for result in spawned]
+        resumed_on_one = resumed(0, 1, str(ddp))
+    for ranks in ([resumed_on_one], [own for own, *_ in four]):
         for number, (loss, _) in enumerate(undisturbed[SAVED:]):
             window = IDS[SAVED + number]
             for rank, (steps, _, _) in enumerate(ranks):
@@ -142,17 +190,37 @@ def test_two_ranks_then_one_or_four(tmp_path: Path) -> None:
 
     whole = build_engine(ToyLM(seed=99), total_steps=STEPS)
     CheckpointStore(tmp_path / "fsdp").restore(whole)
-    expected = two[0][2]
+    expected = two[0][3]
     assert expected.keys() > {"mix.weight", "mix.weight.exp_avg", "mix.weight.step"}
-    for state in (state_of(whole), *(state for _, state in four)):
-        assert state.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(state[name], value), name
+    for state in (state_of(whole), *(state for _, state, *_ in four)):
+        assert_same_state(state, expected)
     by_hand(whole, 1)
     assert not torch.equal(state_of(whole)["mix.weight"], expected["mix.weight"])
 
     with pytest.raises(CheckpointError, match="by 2 ranks that were each at a place of their own"):
         CheckpointStore(tmp_path / "apart").restore(whole)
+
+    # HSDP 2x2, then 2x2 (bit for bit), FSDP2 on two ranks, and one rank.
+    (there, losses, end), *_ = (hsdp for _, _, hsdp, _, _ in four)
+    assert losses == pytest.approx([loss for loss, _ in undisturbed[SAVED:]], rel=1e-10)
+    assert not torch.equal(there["mix.weight"], end["mix.weight"])
+    for _, _, _, again, on_two in four:
+        assert_same_state(again[0], there)
+        assert again[1] == losses
+        assert_same_state(again[2], end)
+        if on_two is not None:
+            assert_same_state(on_two[0], there)
+            assert on_two[1] == pytest.approx(losses, rel=1e-10)
+    assert [on_two is not None for *_, on_two in four] == [True, True, False, False]
+    on_one = hybrid_resumed(0, 1, f"{tmp_path}/hsdp")
+    assert_same_state(on_one[0], there)
+    assert on_one[1] == pytest.approx(losses, rel=1e-10)
+
+
+def assert_same_state(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
 
 
 def dies_in_a_save(rank: int, world_size: int, folder: str) -> None:

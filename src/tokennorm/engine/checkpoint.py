@@ -122,11 +122,10 @@ class CheckpointStore:
         hidden = self.folder / f".partial-{files.folder_name(step)}"
         tensors = {**states.model_tensors(engine), **states.optimizer_tensors(engine)}
         own = {"rng": capture_rng_state(engine.device), "loader": dict(loader_state or {})}
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
         def begin() -> None:
             if runtime.is_main:
-                files.begin(self.folder, step, needed)
+                files.begin(self.folder, step, states.tensor_bytes(engine))
 
         def write() -> dict[str, object]:
             written = [hidden / _of_rank(runtime.rank)]

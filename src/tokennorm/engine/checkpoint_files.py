@@ -21,6 +21,7 @@ from tokennorm.errors import CheckpointError
 
 __all__ = [
     "FORMAT",
+    "MARGIN_BYTES",
     "begin",
     "check_files",
     "checkpoint_folders",
@@ -42,7 +43,7 @@ _PREFIX = "step-"
 _TEMPORARY = ".partial-"
 _CHUNK = 1 << 24
 # Room for the archives' headers, the manifest and the file system's own bookkeeping.
-_MARGIN_BYTES = 4 << 20
+MARGIN_BYTES = 4 << 20
 
 
 def folder_name(step: int) -> str:
@@ -64,9 +65,9 @@ def begin(folder: Path, step: int, needed: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     free = shutil.disk_usage(folder).free
-    if free < needed + _MARGIN_BYTES:
+    if free < needed + MARGIN_BYTES:
         raise OSError(
-            errno.ENOSPC, f"{needed + _MARGIN_BYTES:,} bytes are needed and {free:,} are free", str(folder)
+            errno.ENOSPC, f"{needed + MARGIN_BYTES:,} bytes are needed and {free:,} are free", str(folder)
         )
     temporary = folder / f"{_TEMPORARY}{folder_name(step)}"
     temporary.mkdir()

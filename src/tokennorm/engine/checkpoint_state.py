@@ -25,6 +25,7 @@ __all__ = [
     "optimizer_tensors",
     "plain_state",
     "restore_plain_state",
+    "tensor_bytes",
 ]
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -53,6 +54,12 @@ def optimizer_tensors(engine: Engine) -> dict[str, Tensor]:
             if isinstance(value, Tensor):
                 found[f"{OPTIMIZER}{name}.{key}"] = value
     return found
+
+
+def tensor_bytes(engine: Engine) -> int:
+    """Return the bytes of all tensors, those of a split model over all ranks."""
+    tensors = (*model_tensors(engine).values(), *optimizer_tensors(engine).values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def plain_state(engine: Engine) -> dict[str, Any]:

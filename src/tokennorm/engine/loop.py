@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tokennorm.engine.checkpoint import CheckpointStore
+from tokennorm.engine.checkpoint_room import check_room
 from tokennorm.engine.engine import Engine
 from tokennorm.engine.evaluate import EvalReport
 from tokennorm.engine.objective import Batch
@@ -72,6 +73,11 @@ class LoopConfig:
         for name, least in (("eval_every", 0), ("save_every", 0), ("keep_last", 1), ("log_every", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"loop.{name} is {getattr(self, name)}", fix=f"give {least} or more")
+
+    def saves(self, steps: int) -> int:
+        """Return how many checkpoints so many steps save at most."""
+        best = steps // self.eval_every if self.keep_best and self.eval_every else 0
+        return (steps // self.save_every if self.save_every else 0) + best + 1
 
 
 @dataclass(kw_only=True)
@@ -187,6 +193,8 @@ def train(
                 continue
             if engine.step == total_steps:
                 break
+            if checkpoints is not None and engine.step == start + 1:
+                check_room(checkpoints, engine, saves=config.saves(total_steps - start), say=progress.say)
             evaluate_and_save()
         if engine.step == 0:
             raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tokennorm.engine.distributed import Runtime, broadcast_from_main
 from tokennorm.engine.sinks import MetricSink
-from tokennorm.errors import ConfigError
+from tokennorm.errors import ConfigError, RunFolderError
 
 __all__ = ["RunFolder", "config_to_dict"]
 
@@ -70,7 +72,12 @@ class RunFolder:
     def describe(
         self, config: Any, *, facts: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None
     ) -> None:
-        """Write what is run: the command, versions, git state and the resolved configuration."""
+        """Write what is run: the command, versions, git state and the resolved configuration.
+
+        Raises:
+            ConfigError: the folder can't be made.
+            RunFolderError: the files can't be written; those of an earlier start are still there.
+        """
         if not self.runtime.is_main:
             return
         try:
@@ -93,16 +100,27 @@ class RunFolder:
         self._write_json("config.json", config_to_dict(config))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append one line to ``metrics.jsonl``; the line is on disk when this returns."""
+        """Append one line to ``metrics.jsonl``; the line is on disk when this returns.
+
+        Raises:
+            RunFolderError: it can't be written; what was there is still there.
+        """
         if self.runtime.is_main:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with self._metrics.open("a") as file:
-                file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                with self._metrics.open("a") as file:
+                    file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            except OSError as error:
+                raise _unwritten(self._metrics, error) from error
             if self.sinks is not None:
                 self.sinks.log(record)
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run will do again, also a last line cut off by a kill."""
+        """Drop the lines of steps that a resumed run will do again, also a last line cut off by a kill.
+
+        Raises:
+            RunFolderError: they can't be written; what was there is still there.
+        """
         if not self.runtime.is_main or not self._metrics.exists():
             return
         kept = []
@@ -113,12 +131,31 @@ class RunFolder:
                 continue
             if record.get("step", 0) <= step:
                 kept.append(line + "\n")
-        temporary = self._metrics.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, self._metrics)
+        _replace(self._metrics, "".join(kept))
 
     def _write_json(self, name: str, value: Any) -> None:
-        (self.path / name).write_text(json.dumps(value, indent=2) + "\n")
+        _replace(self.path / name, json.dumps(value, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a whole file, or leave the one that is there."""
+    temporary = path.with_name(f".partial-{path.name}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> RunFolderError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return RunFolderError(
+        f"{path} could not be written: {error}",
+        why="without it nobody could tell what was run and what came of it",
+        fix=f"{'free some space' if full else 'check the folder'}, and resume from the last checkpoint",
+    )
 
 
 def _finite(value: Any) -> Any:
