@@ -1,10 +1,11 @@
-"""A thousand steps of a tiny model with evaluations and checkpoints: is the run the same at the end as it was?
+"""Thousands of steps of a tiny model with evaluations and checkpoints: is the run the same at the end as it was?
 
     python -m benchmarks.steady --write
 
-trains a Llama of two layers on ``pydoc`` and reads the run's ``metrics.jsonl``: resident memory and steps per
-second along the run, and the share of the time that the loop waited for data. ``--write`` puts the table and the
-picture into ``benchmarks/results``.
+trains a Llama of two layers on ``pydoc`` and reads the run's ``metrics.jsonl``: memory that the process holds and
+memory that it uses, processor time per step, and the share of the time that the loop waited for data. ``--write``
+puts the table and the picture into ``benchmarks/results``. With ``--trim-every 50`` the C library gives freed
+memory back every 50 steps: what is held then follows what is used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import platform
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,23 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tokennorm.data import load_pydoc
-from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
-from tokennorm.recipes.sft import run
+from benchmarks.allocator import give_back, memory_in_use
+from tokennorm.data import Prefetch, load_pydoc
+from tokennorm.engine import (
+    CheckpointStore,
+    DistributedConfig,
+    LoopConfig,
+    OptimConfig,
+    ProgressPrinter,
+    RunFolder,
+    distributed_session,
+    train,
+)
 from tokennorm.recipes.sft.config import DataConfig, ModelConfig, RunConfig, SftConfig, TrainConfig
+from tokennorm.recipes.sft.train import prepare
 
 RESULTS = Path(__file__).parent / "results"
-STEPS, PART = 1000, 100
+STEPS, PARTS = 2000, 10
 END = 1
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -74,30 +86,73 @@ def build_model(folder: Path) -> Path:
     return folder
 
 
-def config(folder: Path) -> SftConfig:
+def config(folder: Path, steps: int) -> SftConfig:
     """Uneven windows of packed rows; an evaluation every 100 steps and a checkpoint every 50."""
     return SftConfig(
         model=ModelConfig(path=str(folder / "model")),
         data=DataConfig(max_length=512, micro_batches_per_window=4, eval_tokens=10_000),
         optim=OptimConfig(lr=1e-3, warmup=20),
-        train=TrainConfig(epochs=20, max_steps=STEPS),
+        train=TrainConfig(epochs=20, max_steps=steps),
         loop=LoopConfig(eval_every=100, save_every=50, log_every=100),
-        run=RunConfig(dir=str(folder / "run"), export=False),
+        run=RunConfig(dir=str(folder / "run")),
         distributed=DistributedConfig(threads=1),
     )
 
 
+class WatchedRun(RunFolder):
+    """Writes beside each step what the allocator says, and the processor time since the line before."""
+
+    trim_every = 0
+    _cpu = 0.0
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        now = time.process_time()
+        super().log({**record, **memory_in_use(), "cpu_seconds": now - self._cpu})
+        if self.trim_every and record["step"] % self.trim_every == 0:
+            give_back()
+        self._cpu = time.process_time()
+
+
+def run(config: SftConfig, trim_every: int) -> Path:
+    """Train as the recipe does; return the run folder."""
+    with distributed_session(config.distributed) as runtime:
+        folder = WatchedRun(str(config.run.dir), runtime=runtime)
+        folder.trim_every = trim_every
+        progress = ProgressPrinter(0)
+        job = prepare(config, runtime, say=progress.say)
+        progress.total_steps = job.total_steps
+        train(
+            job.engine,
+            Prefetch(job.windows, config.data.prefetch),
+            total_steps=job.total_steps,
+            config=config.loop,
+            evaluate=job.evaluate,
+            run=folder,
+            checkpoints=CheckpointStore(folder.checkpoints, identity=job.identity, runtime=runtime),
+            progress=progress,
+        )
+    return folder.path
+
+
 def parts(records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """The run in tenths: median memory, steps per second from the median step, data wait and loss."""
+    """The run in tenths: medians of memory and of processor time, data wait and loss."""
     found = []
-    for start in range(0, len(records), PART):
-        some = records[start : start + PART]
+    size = max(1, len(records) // PARTS)
+    for start in range(0, len(records), size):
+        some = records[start : start + size]
         seconds = sum(record["seconds"] for record in some)
+
+        def median(name: str, some: Sequence[dict[str, Any]] = some) -> float:
+            return statistics.median(record[name] for record in some)
+
         found.append(
             {
                 "last step": some[-1]["step"],
-                "memory, MiB": statistics.median(record["memory_bytes"] for record in some) / 2**20,
-                "steps/s": 1 / statistics.median(record["seconds"] for record in some),
+                "held, MiB": median("memory_bytes") / 2**20,
+                "in use, MiB": median("used_bytes") / 2**20,
+                "freed and kept, MiB": median("kept_bytes") / 2**20,
+                "Python blocks": median("python_blocks"),
+                "CPU per step, ms": 1000 * median("cpu_seconds"),
                 "data wait, %": 100 * sum(record["data_wait"] for record in some) / seconds,
                 "loss": sum(r["loss"] * r["effective_tokens"] for r in some)
                 / sum(r["effective_tokens"] for r in some),
@@ -106,14 +161,30 @@ def parts(records: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     return found
 
 
+def slope(records: Sequence[dict[str, Any]], name: str) -> float:
+    """Growth over the second half of the run, by least squares: units per 1,000 steps."""
+    half = records[len(records) // 2 :]
+    return 1000 * statistics.linear_regression([r["step"] for r in half], [r[name] for r in half]).slope
+
+
 def table(rows: Sequence[dict[str, float]]) -> str:
     """As Markdown."""
     names = list(rows[0])
+    digits = {"last step": ",.0f", "Python blocks": ",.0f", "data wait, %": ".3f", "loss": ".3f"}
     lines = [f"| {' | '.join(names)} |", f"|{'---:|' * len(names)}"]
     for row in rows:
-        cells = [f"{value:.0f}" if name == "last step" else f"{value:.3f}" for name, value in row.items()]
+        cells = [format(value, digits.get(name, ".1f")) for name, value in row.items()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def growth(records: Sequence[dict[str, Any]]) -> str:
+    """The slopes, in words."""
+    held, used = (slope(records, name) / 2**20 for name in ("memory_bytes", "used_bytes"))
+    return (
+        f"per 1,000 steps of the second half: held {held:+.2f} MiB, in use {used:+.2f} MiB, Python blocks "
+        f"{slope(records, 'python_blocks'):+,.0f}, CPU per step {1000 * slope(records, 'cpu_seconds'):+.2f} ms"
+    )
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -123,15 +194,20 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (memory, time) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    figure, (memory, clock) = pyplot.subplots(1, 2, figsize=(10, 3.6))
     steps = [record["step"] for record in records]
-    memory.plot(steps, [record["memory_bytes"] / 2**20 for record in records])
-    memory.set(ylim=(0, None), xlabel="step", ylabel="MiB", title="Resident memory")
-    time.plot(steps, [1000 * record["seconds"] for record in records], ".", markersize=2, label="step")
-    time.plot(steps, [1000 * record["data_wait"] for record in records], ".", markersize=2, label="data wait")
-    time.set(yscale="log", xlabel="step", ylabel="ms", title="Time")
-    time.legend()
-    for axis in (memory, time):
+    for name, label in (
+        ("memory_bytes", "held (resident)"),
+        ("used_bytes", "in use"),
+        ("kept_bytes", "freed, kept"),
+    ):
+        memory.plot(steps, [record[name] / 2**20 for record in records], label=label)
+    memory.set(ylim=(0, None), xlabel="step", ylabel="MiB", title="Memory")
+    for name, label in (("seconds", "step"), ("cpu_seconds", "step, CPU time"), ("data_wait", "data wait")):
+        clock.plot(steps, [1000 * record[name] for record in records], ".", markersize=2, label=label)
+    clock.set(yscale="log", xlabel="step", ylabel="ms", title="Time")
+    for axis in (memory, clock):
+        axis.legend()
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -142,32 +218,39 @@ def main() -> None:
     """Train and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/steady.md and .png")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
+    parser.add_argument("--trim-every", type=int, default=0, help="give freed memory back every so many steps")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_model(folder / "model")
-        result = run(config(folder))
-        lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
-        size = sum(path.stat().st_size for path in (result.folder / "checkpoints").rglob("*") if path.is_file())
+        path = run(config(folder, options.steps), options.trim_every)
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        size = sum(path.stat().st_size for path in (path / "checkpoints").rglob("*") if path.is_file())
     records = [line for line in lines if "loss" in line]
     rows = parts(records)
     print(table(rows))
+    print(growth(records))
     if not options.write:
         return
     plot(records, RESULTS / "steady.png")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     waited = 100 * sum(r["data_wait"] for r in records) / sum(r["seconds"] for r in records)
     text = f"""\
-# {STEPS:,} steps: memory, speed, waiting for data
+# {len(records):,} steps: memory, speed, waiting for data
 
 `python -m benchmarks.steady --write` on commit {commit.stdout.strip()}, {platform.machine()}, one thread on 2
-shared cores, Python {platform.python_version()}, torch {torch.__version__.split("+")[0]} (CPU).
+cores that others used too, Python {platform.python_version()}, torch {torch.__version__.split("+")[0]} (CPU).
 
 A Llama of two layers on `pydoc`, packed rows of 512 tokens, four micro-batches per window, an evaluation every 100
-steps, a checkpoint every 50 ({size / 2**20:.1f} MiB for the last two). Memory is the median of resident set sizes,
-steps per second is from the median step. In all the loop waited for data {waited:.2f} % of the time.
+steps, a checkpoint every 50 ({size / 2**20:.1f} MiB for the last two). *Held* is the resident set; *in use* is what
+was asked of the C library and not freed; *freed and kept* is what was freed and not given back to the system; Python
+blocks are the living small objects. Numbers are medians of each tenth of the run. Time is processor time, since
+others used the cores. In all the loop waited for data {waited:.2f} % of the time.
 
 {table(rows)}
+
+Growth {growth(records)}.
 
 ![memory and time](steady.png)
 """
