@@ -242,11 +242,11 @@ def main() -> None:
 `python -m benchmarks.steady --write` on commit {commit.stdout.strip()}, {platform.machine()}, one thread on 2
 cores that others used too, Python {platform.python_version()}, torch {torch.__version__.split("+")[0]} (CPU).
 
-A Llama of two layers on `pydoc`, packed rows of 512 tokens, four micro-batches per window, an evaluation every 100
-steps, a checkpoint every 50 ({size / 2**20:.1f} MiB for the last two). *Held* is the resident set; *in use* is what
-was asked of the C library and not freed; *freed and kept* is what was freed and not given back to the system; Python
-blocks are the living small objects. Numbers are medians of each tenth of the run. Time is processor time, since
-others used the cores. In all the loop waited for data {waited:.2f} % of the time.
+A Llama of two layers on `pydoc`, packed rows of 512 tokens, four micro-batches per window, an evaluation every
+100 steps, a checkpoint every 50 ({size / 2**20:.1f} MiB for the last two). *Held* is the resident set; *in use* is
+what was asked of the C library and not freed; *freed and kept* is what was freed and not given back to the system;
+Python blocks are the living small objects. Numbers are medians of each tenth of the run. Time is processor time,
+since others used the cores. In all the loop waited for data {waited:.2f} % of the time.
 
 {table(rows)}
 
