@@ -114,6 +114,9 @@ class DataConfig:
     """Tokens of a packed row; by default max_length."""
     pack_buffer: int | None = None
     """Documents that packing looks at together, which keeps them near their place in the order; none: all."""
+    pad_to_multiple_of: int | None = None
+    """Fill rows up to a multiple of so many tokens, so that the same shapes come again: for each, kernels and
+    allocators keep memory. By default 64 for packed rows, 1 for others."""
     micro_batch_size: int = 1
     """Rows of a micro-batch: what one forward pass of one rank sees."""
     micro_batches_per_window: int = 16
@@ -139,6 +142,8 @@ class DataConfig:
         _require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "a number in [0, 1)")
         tokens = self.eval_tokens
         _require(tokens is None or tokens >= 1, "data.eval_tokens", tokens, "1 or more, or none for all")
+        multiple = self.pad_to_multiple_of
+        _require(multiple is None or multiple >= 1, "data.pad_to_multiple_of", multiple, "1 or more")
         pack_length = self.pack_length
         _require(
             pack_length is None or (self.packing and pack_length >= self.max_length),

@@ -225,6 +225,7 @@ def _windows(config: SftConfig, datasets: Datasets, tokenizer: Any, runtime: Run
         world_size=runtime.world_size,
         pack_buffer=data.pack_buffer,
         order=datasets.order,
+        pad_to_multiple_of=data.pad_to_multiple_of or (64 if data.packing else 1),
     )
     return RunWindows(loader, config.train.epochs)
 

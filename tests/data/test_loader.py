@@ -101,15 +101,34 @@ def test_a_run_goes_on_where_it_stopped(dataset, pack_length):
     assert whole[-1].next_position == Position(2, 0)
 
 
-def test_fixed_shapes(dataset):
-    loader = make(dataset, pack_length=48, fixed_shape=True)
-    shapes = {batch["input_ids"].shape[1] for window in loader.windows(1) for batch in window.batches}
-    assert shapes == {48}
+@pytest.mark.parametrize("pack_length", [48, 44, None])
+def test_rows_are_filled_up_so_that_shapes_come_again(dataset, pack_length):
+    plain, filled = (
+        [
+            batch
+            for window in make(dataset, pack_length=pack_length, pad_to_multiple_of=multiple).windows(1)
+            for batch in window.batches
+        ]
+        for multiple in (1, 8)
+    )
+    most = pack_length or max(dataset.lengths)
+    for a, b in zip(plain, filled, strict=True):
+        width = a["input_ids"].shape[1]
+        assert b["input_ids"].shape[1] == min(-(-width // 8) * 8, most)
+        assert torch.equal(a["shift_labels"], b["shift_labels"][:, :width])
+        assert bool((b["shift_labels"][:, width:] == -100).all())
+        assert (a["effective_tokens"], a["total_tokens"]) == (b["effective_tokens"], b["total_tokens"])
+    assert len({b["input_ids"].shape[1] for b in filled}) < len({a["input_ids"].shape[1] for a in plain})
+
+
+def test_all_rows_have_the_shape_of_the_pack(dataset):
+    loader = make(dataset, pack_length=48, pad_to_multiple_of=48)
+    assert {batch["input_ids"].shape[1] for window in loader.windows(1) for batch in window.batches} == {48}
 
 
 def test_what_can_not_work_is_refused(dataset):
-    with pytest.raises(ConfigError, match="fixed_shape without pack_length"):
-        make(dataset, fixed_shape=True)
+    with pytest.raises(ConfigError, match="pad_to_multiple_of is 0"):
+        make(dataset, pad_to_multiple_of=0)
     with pytest.raises(ConfigError, match="rank 3 of 2 ranks"):
         make(dataset, rank=3, world_size=2)
     with pytest.raises(DataError, match="does not fit into a row of 8"):

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokennorm.data.dataset import ChatDataset
-from tokennorm.data.packing import Batch, collate_packed, collate_padded, dummy_batch
+from tokennorm.data.packing import (
+    Batch,
+    CollateOptions,
+    collate_packed,
+    collate_padded,
+    dummy_batch,
+    padded_length,
+)
 from tokennorm.data.plan import Position, Window, epoch_order, plan_windows, rank_view
 from tokennorm.data.rows import fill_rate, pack, pack_buffered
 from tokennorm.errors import ConfigError
@@ -40,7 +47,9 @@ class WindowLoader:
         micro_batches_per_window: micro-batches of one optimizer step, of all ranks together.
         pad_token_id: id of the filling.
         pack_length: tokens of a packed row; None: one sample per row, padded.
-        fixed_shape: fill packed rows up to ``pack_length`` always, so that shapes repeat (for compiled models).
+        pad_to_multiple_of: tokens; rows are filled up to a multiple of them (but to no more than ``pack_length``,
+            or the longest sample), so that the same shapes come again: compiled models, the kernels' caches and
+            the allocators keep something for each. With ``pack_length`` all rows have its shape.
         shuffle: a new order in each epoch.
         seed: of the order.
         rank: this rank.
@@ -62,7 +71,7 @@ class WindowLoader:
         micro_batches_per_window: int,
         pad_token_id: int,
         pack_length: int | None = None,
-        fixed_shape: bool = False,
+        pad_to_multiple_of: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         rank: int = 0,
@@ -70,8 +79,8 @@ class WindowLoader:
         pack_buffer: int | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
-        if fixed_shape and pack_length is None:
-            raise ConfigError("fixed_shape without pack_length", fix="set pack_length, or leave fixed_shape out")
+        if pad_to_multiple_of < 1:
+            raise ConfigError(f"pad_to_multiple_of is {pad_to_multiple_of}", fix="give 1 or more tokens")
         self.dataset = dataset
         self.group_names = dataset.groups
         self.pack_buffer, self.order = pack_buffer, order
@@ -79,7 +88,8 @@ class WindowLoader:
         self.micro_batches_per_window = micro_batches_per_window
         self.pad_token_id = pad_token_id
         self.pack_length = pack_length
-        self.fixed_shape = fixed_shape
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.longest_row = max(dataset.lengths) if pack_length is None else pack_length
         self.shuffle = shuffle
         self.seed = seed
         self.rank = rank
@@ -175,11 +185,11 @@ class WindowLoader:
         if micro_batch is None:
             return dummy_batch(self.pad_token_id, packed=self.packed, grouped=bool(self.group_names))
         rows = [[self.dataset[i] for i in self._rows[row]] for row in micro_batch]
+        options: CollateOptions = {
+            "pad_token_id": self.pad_token_id,
+            "row_length": padded_length(rows, self.pad_to_multiple_of, self.longest_row),
+            "group_names": self.group_names,
+        }
         if self.packed:
-            length = self.pack_length if self.fixed_shape else None
-            return collate_packed(
-                rows, pad_token_id=self.pad_token_id, row_length=length, group_names=self.group_names
-            )
-        return collate_padded(
-            [row[0] for row in rows], pad_token_id=self.pad_token_id, group_names=self.group_names
-        )
+            return collate_packed(rows, **options)
+        return collate_padded([row[0] for row in rows], **options)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokennorm.data.sample import IGNORE_INDEX, Sample
 from tokennorm.errors import DataError
 
-__all__ = ["Batch", "collate_packed", "collate_padded", "dummy_batch"]
+__all__ = ["Batch", "CollateOptions", "collate_packed", "collate_padded", "dummy_batch", "padded_length"]
 
 
 class Batch(TypedDict):
@@ -42,6 +42,20 @@ class Batch(TypedDict):
     total_tokens: int
     sources: NotRequired[list[list[str]]]
     groups: NotRequired[Tensor]
+
+
+class CollateOptions(TypedDict):
+    """What :func:`collate_packed` and :func:`collate_padded` take besides the rows."""
+
+    pad_token_id: int
+    row_length: int | None
+    group_names: Sequence[str]
+
+
+def padded_length(rows: Sequence[Sequence[Sample]], multiple: int, longest: int) -> int:
+    """Tokens of the longest row, up to the next ``multiple``, but to no more than ``longest``."""
+    length = max(sum(len(sample) for sample in row) for row in rows)
+    return max(length, min(-(-length // multiple) * multiple, longest))
 
 
 def collate_packed(
