@@ -12,6 +12,7 @@ from tokennorm.draft.formats.schema import DraftFormat
 from tokennorm.draft.states.spec import CacheDtype
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
+from tokennorm.recipes.common.guard import EmptyWindow, GuardConfig
 
 __all__ = [
     "AnswersConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "DrafterConfig",
     "EvaluateConfig",
     "ExportConfig",
+    "GuardConfig",
     "LossConfig",
     "RunConfig",
     "TargetConfig",
@@ -159,6 +161,11 @@ class DataConfig:
             f"at least max_length ({self.max_length}), and switch packing on",
         )
 
+    @property
+    def rows_per_window(self) -> int:
+        """Rows of one optimizer step, of all ranks together."""
+        return self.micro_batch_size * self.micro_batches_per_window
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
@@ -193,6 +200,8 @@ class TrainConfig:
     """Seed of the drafter's weights, of the order of the data and of the anchors."""
     markov_lr_factor: float = 1.0
     """The Markov head learns so many times faster."""
+    empty_window: EmptyWindow = "raise"
+    """What a window without any supervised slot does: stop with an error, or move nothing and go on."""
 
     def __post_init__(self) -> None:
         _require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")
@@ -278,6 +287,8 @@ class DSparkConfig:
     """Optimizer, learning rate and clipping."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long to train."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Refuse broken micro-batches; off by default."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """How often to report, evaluate and save."""
     run: RunConfig = field(default_factory=RunConfig)

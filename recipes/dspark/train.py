@@ -19,29 +19,30 @@ from tokennorm.draft import (
     raise_pending_slot_errors,
     target_weights,
 )
-from tokennorm.draft.states.spec import fingerprint_target
 from tokennorm.engine import (
     CheckpointStore,
     Engine,
     EvalReport,
     ProgressPrinter,
+    RefusedFolder,
     RunFolder,
     Runtime,
     all_ranks_or_none,
     build_optimizer,
     build_scheduler,
     check_ranks_agree,
-    config_to_dict,
     distributed_session,
     evaluate,
     seed_everything,
     train,
     wrap_ddp,
 )
-from tokennorm.recipes.dspark.build import build_drafter, fingerprint, load_answers, load_target
+from tokennorm.recipes.common.guard import build_kit
+from tokennorm.recipes.dspark.build import build_drafter, load_answers, load_target
 from tokennorm.recipes.dspark.config import DSparkConfig
 from tokennorm.recipes.dspark.folder import StageFolder
-from tokennorm.recipes.dspark.objective import DSparkObjective
+from tokennorm.recipes.dspark.identity import describe_drafter, run_identity
+from tokennorm.recipes.dspark.objective import DSparkObjective, refused_record
 from tokennorm.recipes.dspark.states import cached_states
 from tokennorm.recipes.dspark.windows import BlockMaker, DraftWindows, held_out_batches
 
@@ -58,6 +59,7 @@ class DSparkJob:
     Attributes:
         engine: drafter, optimizer, schedule and accounting.
         drafter: inside the engine's wrapper.
+        tokenizer: of the target.
         windows: this rank's windows.
         total_steps: optimizer steps of the run.
         documents: prompts with the target's answers.
@@ -67,6 +69,7 @@ class DSparkJob:
 
     engine: Engine
     drafter: DraftModel
+    tokenizer: Any
     windows: DraftWindows
     total_steps: int
     documents: ChatDataset
@@ -104,6 +107,13 @@ def run(config: DSparkConfig) -> DSparkResult:
         )
         if config.run.resume:
             _resume(job, store, run_folder, progress)
+        job.engine.on_refused = RefusedFolder(
+            run_folder.path / "refused",
+            runtime=runtime,
+            limit=config.guard.files,
+            decode=job.tokenizer.decode,
+            describe=refused_record,
+        )
         start = time.monotonic()
         report = train(
             job.engine,
@@ -143,7 +153,7 @@ def prepare(config: DSparkConfig, runtime: Runtime, *, say: Callable[[str], None
         if part is not None:
             part.check_fits(target)
     drafter = build_drafter(config, target, tokenizer, documents).train()
-    _describe_drafter(drafter, documents, say)
+    describe_drafter(drafter, documents, say)
     # A block reaches beyond its document's last token.
     check_max_length(max(documents.lengths) + config.draft.block_size, target.config)
     states = held_out_states = None
@@ -172,7 +182,7 @@ def prepare(config: DSparkConfig, runtime: Runtime, *, say: Callable[[str], None
     total_steps = windows.loader.total_windows(config.train.epochs)
     if config.train.max_steps is not None:
         total_steps = min(total_steps, config.train.max_steps)
-    identity = _identity(config, documents, total_steps, target)
+    identity = run_identity(config, documents, total_steps, target)
     check_ranks_agree({**identity, "torch": torch.__version__}, runtime)
     factor = config.train.markov_lr_factor
     optimizer = build_optimizer(
@@ -184,11 +194,17 @@ def prepare(config: DSparkConfig, runtime: Runtime, *, say: Callable[[str], None
     engine = Engine(
         model=wrap_ddp(drafter, runtime),
         optimizer=optimizer,
-        objective=DSparkObjective(config.loss, capture=capture, teacher_head=target_weights(target)[1]),
+        objective=DSparkObjective(
+            config.loss,
+            capture=capture,
+            teacher_head=target_weights(target)[1],
+            guarded=config.guard.enabled,
+        ),
         scheduler=build_scheduler(optimizer, config.optim, total_steps),
         device=runtime.device,
         dp_world_size=runtime.world_size,
         dp_group=runtime.group,
+        token_loss_kit=build_kit(config.guard, runtime, empty_window=config.train.empty_window),
         max_grad_norm=config.optim.max_grad_norm,
         after_reduce=raise_pending_slot_errors,
     )
@@ -205,6 +221,7 @@ def prepare(config: DSparkConfig, runtime: Runtime, *, say: Callable[[str], None
     return DSparkJob(
         engine=engine,
         drafter=drafter,
+        tokenizer=tokenizer,
         windows=windows,
         total_steps=total_steps,
         documents=documents,
@@ -251,36 +268,6 @@ def _windows(
         world_size=runtime.world_size,
     )
     return DraftWindows(loader, config.train.epochs, maker=maker, states=states)
-
-
-def _describe_drafter(drafter: DraftModel, documents: ChatDataset, say: Callable[[str], None]) -> None:
-    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    config = drafter.config
-    say(
-        f"drafter: {config.num_layers} layers, blocks of {config.block_size}, {config.num_draft_tokens:,} of "
-        f"{config.vocab_size:,} tokens, {trained:,} parameters to train; it reads layers "
-        f"{list(config.target_layer_ids)} of {config.num_target_layers}"
-    )
-    vocabulary = drafter.vocabulary
-    if isinstance(vocabulary, int):
-        return
-    answered = torch.cat([sample.input_ids[sample.supervised] for sample in documents])
-    known = (vocabulary.draft_of[answered] >= 0).double().mean().item()
-    say(f"its vocabulary covers {100 * known:.2f} % of the answers' tokens")
-
-
-def _identity(config: DSparkConfig, documents: ChatDataset, total_steps: int, target: Any) -> dict[str, Any]:
-    """Everything that decides the weights; where a run is saved or how often it reports is left out."""
-    resolved = config_to_dict(config)
-    return {
-        "data": {**resolved["data"], "tokens": fingerprint(list(documents))},
-        "target": {"weights": fingerprint_target(target), "dtype": config.target.dtype},
-        "states": {"cached": config.cache.enabled, "dtype": config.cache.dtype if config.cache.enabled else None},
-        "draft": resolved["draft"],
-        "loss": resolved["loss"],
-        "optim": resolved["optim"],
-        "train": {**resolved["train"], "max_steps": total_steps},
-    }
 
 
 def _resume(job: DSparkJob, store: CheckpointStore, run_folder: RunFolder, progress: ProgressPrinter) -> None:

@@ -48,13 +48,17 @@ class BlockMaker:
     seed: int
 
     def __call__(
-        self, batch: Batch, generator: torch.Generator, states: HiddenStateCache | None, rows: Rows | None
+        self,
+        batch: Batch,
+        generators: Sequence[torch.Generator],
+        states: HiddenStateCache | None,
+        rows: Rows | None,
     ) -> dict[str, Any]:
         """The batch with ``blocks``, ``plan`` and ``documents``; with a cache the target's states.
 
         Args:
             batch: from the loader.
-            generator: of the anchors.
+            generators: of the anchors of each row.
             states: the cache, or None: the target runs with the batch.
             rows: documents of each row; None for a dummy.
         """
@@ -64,7 +68,7 @@ class BlockMaker:
         anchors = sample_anchors(
             supervised,
             num_anchors=self.anchors,
-            generator=generator,
+            generator=generators,
             documents=documents,
             anchor_rule=self.anchor_rule,
         )
@@ -97,8 +101,8 @@ class BlockMaker:
 class DraftWindows:
     """The engine's source of windows: a loader's, with blocks.
 
-    The anchors of a micro-batch depend on its place in the run alone, not on the rank that it falls to, so any
-    number of ranks trains on the same blocks.
+    The anchors of a row depend on its place in the run alone, not on the micro-batch or the rank that it falls to:
+    however a window is cut, it has the same blocks.
 
     Args:
         loader: of this rank.
@@ -121,19 +125,18 @@ class DraftWindows:
             step = loader.window_number(window.position)
             self.position = window.next_position
             yield [
-                self._maker(
-                    batch,
-                    anchor_generator(
-                        self._maker.seed,
-                        data_rank=0,
-                        step=step,
-                        micro_batch=loader.rank + index * loader.world_size,
-                    ),
-                    self._states,
-                    rows[index],
-                )
+                self._maker(batch, self._generators(batch, step, index), self._states, rows[index])
                 for index, batch in enumerate(window.batches)
             ]
+
+    def _generators(self, batch: Batch, step: int, index: int) -> list[torch.Generator]:
+        """One for each row of the rank's ``index``-th micro-batch, by the row's place among those of all ranks."""
+        loader = self.loader
+        first = (loader.rank + index * loader.world_size) * loader.micro_batch_size
+        return [
+            anchor_generator(self._maker.seed, data_rank=0, step=step, micro_batch=first + row)
+            for row in range(batch["input_ids"].shape[0])
+        ]
 
     def state_dict(self) -> dict[str, int]:
         """Return the place after the last window that was yielded."""
@@ -157,7 +160,7 @@ def held_out_batches(
     return [
         maker(
             collate_padded([dataset[i]], pad_token_id=pad_token_id),
-            anchor_generator(maker.seed, data_rank=_HELD_OUT, step=0, micro_batch=i),
+            [anchor_generator(maker.seed, data_rank=_HELD_OUT, step=0, micro_batch=i)],
             states,
             [[i]],
         )

@@ -8,6 +8,7 @@ from typing import Literal
 from tokennorm.data import parse_mixture
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
+from tokennorm.recipes.common.guard import EmptyWindow, GuardConfig
 
 __all__ = [
     "DataConfig",
@@ -163,7 +164,7 @@ class TrainConfig:
     """Stop after so many optimizer steps; the learning rate is scheduled for them."""
     seed: int = 0
     """Seed of the order of the data and of dropout."""
-    empty_window: Literal["raise", "skip"] = "raise"
+    empty_window: EmptyWindow = "raise"
     """What a window without any supervised token does: stop with an error, or move nothing and go on."""
 
     def __post_init__(self) -> None:
@@ -171,29 +172,6 @@ class TrainConfig:
         _require(
             self.max_steps is None or self.max_steps >= 1, "train.max_steps", self.max_steps, "1 or more, or none"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuardConfig:
-    """Keep broken and exploding micro-batches out of the training; docs/exactness.md says how."""
-
-    enabled: bool = False
-    """Refuse, on all ranks together, micro-batches whose loss is NaN, infinite or a spike."""
-    spike_multiplier: float = 5.0
-    """A loss per token above this many times the recent median is a spike; inf: only NaN and infinity count."""
-    window_size: int = 256
-    """Micro-batches of a rank that the median is taken over."""
-    min_history: int = 64
-    """Micro-batches that must be there before any is called a spike."""
-    files: int = 5
-    """Refused micro-batches of a rank that are written to the run folder, with their text."""
-
-    def __post_init__(self) -> None:
-        multiplier = self.spike_multiplier
-        _require(multiplier > 1, "guard.spike_multiplier", multiplier, "a number above 1")
-        least, most = self.min_history, self.window_size
-        _require(1 <= least <= most, "guard.min_history", least, f"1 to guard.window_size ({most})")
-        _require(self.files >= 0, "guard.files", self.files, "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,8 @@ from tokennorm.engine import (
     train,
     unwrap_model,
 )
-from tokennorm.kit import TokenNormedLossKit
 from tokennorm.recipes.common import load_causal_lm
+from tokennorm.recipes.common.guard import build_kit, guard_identity
 from tokennorm.recipes.common.quiet import quiet_transformers
 from tokennorm.recipes.sft.adapters import export_lora
 from tokennorm.recipes.sft.config import SftConfig
@@ -144,19 +144,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
     for dataset in (datasets.train, datasets.held_out):
         if dataset is not None:
             dataset.check_fits(model)
-    kit = TokenNormedLossKit(
-        device=runtime.device,
-        dp_world_size=runtime.world_size,
-        dp_group=runtime.group,
-        empty_window=config.train.empty_window,
-    )
-    guard = config.guard
-    if guard.enabled:
-        kit.build_loss_guard(
-            spike_multiplier=guard.spike_multiplier,
-            window_size=guard.window_size,
-            min_history=guard.min_history,
-        )
+    kit = build_kit(config.guard, runtime, empty_window=config.train.empty_window)
     objective = CausalLMObjective(groups=datasets.groups)
     if config.data.packing:
         require_isolated_documents(
@@ -238,13 +226,11 @@ def _pad_id(tokenizer: Any) -> int:
 def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[str, Any]:
     """Everything that decides the weights; where a run is saved or how often it reports is left out."""
     resolved = config_to_dict(config)
-    guard = {name: value for name, value in resolved["guard"].items() if name != "files"}
     lora = {name: value for name, value in resolved["lora"].items() if name != "export"}
     autocast = config.model.autocast
     layout = {name: resolved["data"][name] for name in ("micro_batch_size", "micro_batches_per_window")}
     return {
-        # The guard judges micro-batches: cut otherwise, it would judge other ones.
-        **({"guard": {**guard, **layout}} if config.guard.enabled else {"layout": layout}),
+        **guard_identity(config.guard, layout),
         **({"lora": lora} if config.lora.rank else {}),
         "data": {**datasets.identity(config.data), "tokens": datasets.fingerprint()},
         "model": {"dtype": config.model.dtype, **({"autocast": autocast} if autocast != "none" else {})},

@@ -100,6 +100,8 @@ def test_sizes_and_dummies() -> None:
         sample_anchors(mask, num_anchors=0, generator=generator)
     with pytest.raises(ConfigError, match="generator"):
         sample_anchors(mask, num_anchors=3)
+    with pytest.raises(ConfigError, match="1 generators for 2 rows"):
+        sample_anchors(mask, num_anchors=3, generator=[generator])
     with pytest.raises(ConfigError, match="anchor_rule"):
         valid_anchors(mask, anchor_rule="any")  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ from tokennorm.recipes.dspark.config import (
     DataConfig,
     DrafterConfig,
     EvaluateConfig,
+    GuardConfig,
     LossConfig,
     TrainConfig,
 )
@@ -34,6 +35,11 @@ def job_of(folder: Path, **changes: Any) -> DSparkJob:
 
 def draft(folder: Path, **changes: Any) -> DrafterConfig:
     return dataclasses.replace(tiny_config(folder, "shared").draft, **changes)
+
+
+def blocks_of(batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Anchors and whether they are kept, row by row."""
+    return list(zip(batch["blocks"].anchors, batch["blocks"].keep, strict=True))
 
 
 def online(folder: Path, **changes: Any) -> DSparkJob:
@@ -144,6 +150,44 @@ def test_blocks_depend_on_the_place_in_the_run_and_not_on_the_ranks(tiny_folder:
     # Another epoch draws others.
     half = len(alone) // EPOCHS
     assert {str(a) for w in alone[:half] for a in w} != {str(a) for w in alone[half : 2 * half] for a in w}
+
+
+def test_a_windows_rows_have_the_same_blocks_however_it_is_cut(tiny_folder: Path, tmp_path: Path) -> None:
+    def cut(size: int, count: int, **changes: Any) -> DSparkJob:
+        data = DataConfig(max_length=128, micro_batch_size=size, micro_batches_per_window=count, anchors=6)
+        return job_of(tiny_folder, data=data, **changes)
+
+    cuts = {size: cut(size, 4 // size) for size in (1, 2, 4)}
+    windows = {size: list(job.windows) for size, job in cuts.items()}
+    rows = {
+        size: [
+            [anchors[keep].tolist() for batch in window for anchors, keep in blocks_of(batch)] for window in found
+        ]
+        for size, found in windows.items()
+    }
+    assert rows[1] == rows[2] == rows[4]
+    assert any(len(set(map(str, window))) == len(window) for window in rows[4]), "each row draws for itself"
+    reports = {size: job.engine.train_step(windows[size][0]) for size, job in cuts.items()}
+    for size in (2, 4):
+        assert reports[size].effective_tokens == pytest.approx(reports[1].effective_tokens, rel=1e-14)
+        assert reports[size].loss == pytest.approx(reports[1].loss, rel=1e-12)
+        assert reports[size].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-10)
+    # So a run goes on with another cut, and says so; with a guard, which judges micro-batches, it does not.
+    state = {"epoch": 0, "window": 1}
+    CheckpointStore(tmp_path / "plain", identity=cuts[1].identity).save(cuts[1].engine, loader_state=state)
+    said: list[str] = []
+    store = CheckpointStore(tmp_path / "plain", identity=cuts[4].identity)
+    assert store.restore(cuts[4].engine, say=said.append) == state
+    assert "micro_batch_size: 1 there, 4 here" in "\n".join(said)
+    one, four = (cut(size, 4 // size, guard=GuardConfig(enabled=True)) for size in (1, 4))
+    CheckpointStore(tmp_path / "guarded", identity=one.identity).save(one.engine, loader_state=state)
+    for other, named in ((four, "guard.micro_batch_size: 1 there, 4 here"), (cut(1, 3), "per_window: 4 there, 3")):
+        with pytest.raises(CheckpointError, match=named):
+            CheckpointStore(tmp_path / "guarded", identity=other.identity).restore(other.engine)
+    # As it was before there were a guard and other cuts: those checkpoints still fit.
+    assert set(cuts[1].identity) == {"layout", "data", "target", "states", "draft", "loss", "optim", "train"}
+    assert (cuts[4].identity["data"]["micro_batch_size"], cuts[1].identity["data"]["micro_batch_size"]) == (1, 1)
+    assert "empty_window" not in cuts[1].identity["train"]
 
 
 def test_a_reduced_vocabulary_is_the_answers_most_frequent_tokens(tiny_folder: Path) -> None:

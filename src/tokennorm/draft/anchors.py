@@ -7,6 +7,7 @@ and nothing waits for a device.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,7 +54,8 @@ def anchor_generator(seed: int, *, data_rank: int, step: int, micro_batch: int) 
         seed: of the run.
         data_rank: rank along the data-parallel axis.
         step: optimizer step.
-        micro_batch: index inside the step's window, on this rank.
+        micro_batch: index inside the step's window, on this rank. For the anchors of one row: the row's index in
+            the window of all ranks, with ``data_rank`` 0. Then no cut into micro-batches or ranks changes any.
     """
     text = ":".join(str(int(number)) for number in (seed, data_rank, step, micro_batch))
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"draft-anchors").digest()
@@ -116,7 +118,7 @@ def sample_anchors(
     supervised: Tensor,
     *,
     num_anchors: int | None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     documents: Tensor | None = None,
     anchor_rule: AnchorRule = "classic",
     fixed_size: bool = False,
@@ -126,7 +128,8 @@ def sample_anchors(
     Args:
         supervised: ``[B, S]`` bool, on the CPU.
         num_anchors: most anchors of a row; None: every valid position, nothing is drawn (for evaluation).
-        generator: from :func:`anchor_generator`; needed unless ``num_anchors`` is None.
+        generator: from :func:`anchor_generator`, one for all rows or one for each; needed unless ``num_anchors``
+            is None.
         documents: ``[B, S]`` from :func:`document_ids`; None: each row is one document.
         anchor_rule: see :func:`valid_anchors`.
         fixed_size: make ``A`` equal to ``num_anchors`` whatever the rows hold, for compiled code that wants one
@@ -136,7 +139,7 @@ def sample_anchors(
         The anchors; a row without a valid position has dummies only.
 
     Raises:
-        ConfigError: ``num_anchors`` below 1, or no generator.
+        ConfigError: ``num_anchors`` below 1, no generator, or not one for each row.
     """
     if num_anchors is not None and num_anchors < 1:
         raise ConfigError(
@@ -149,11 +152,17 @@ def sample_anchors(
             fix="pass anchor_generator(seed, data_rank=, step=, micro_batch=).",
         )
     valid = valid_anchors(supervised, documents, anchor_rule=anchor_rule).cpu()
+    if generator is None or isinstance(generator, torch.Generator):
+        generators = [generator] * valid.shape[0]
+    else:
+        generators = list(generator)
+        if len(generators) != valid.shape[0]:
+            raise ConfigError(f"{len(generators)} generators for {valid.shape[0]} rows", fix="give one for each.")
     rows = []
-    for row in valid:
+    for row, own in zip(valid, generators, strict=True):
         candidates = row.nonzero().squeeze(1)
         if num_anchors is not None:
-            picked = torch.randperm(candidates.shape[0], generator=generator)[:num_anchors]
+            picked = torch.randperm(candidates.shape[0], generator=own)[:num_anchors]
             candidates = candidates[picked].sort().values
         rows.append(candidates)
     size = max(max((row.shape[0] for row in rows), default=0), 1)

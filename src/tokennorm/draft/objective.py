@@ -44,6 +44,8 @@ class DSparkSums:
             proposal) and so on, ``tau``, ``confidence_abs_error``, ``confidence_bias``,
             ``confidence_cumprod_bias`` (see :func:`tokennorm.draft.diagnostics.acceptance_sums`).
         accept_rate: ``[B, A, K]`` detached, 0 where unsupervised; None without a teacher.
+        slot_losses: ``[B, A, K]`` detached, ``sum_t alpha_t * loss_t`` of each slot before its weight; 0 where
+            unsupervised. For a report about a micro-batch.
     """
 
     loss_sum: Tensor
@@ -51,6 +53,7 @@ class DSparkSums:
     terms: Mapping[str, LossTerm]
     metrics: Mapping[str, RatioSum] = field(default_factory=dict)
     accept_rate: Tensor | None = None
+    slot_losses: Tensor | None = None
 
     def kit_arguments(self) -> dict[str, Any]:
         """Keywords for ``kit.accumulate_microbatch``; ``total_tokens`` is the caller's.
@@ -81,6 +84,7 @@ def dspark_objective(
     teacher_head: Tensor | None = None,
     teacher_log_total: Tensor | None = None,
     chunk_size: int | None = None,
+    check_finite: bool = True,
 ) -> DSparkSums:
     """The three terms of the DSpark loss and all diagnostics, in chunks of the supervised slots.
 
@@ -111,6 +115,8 @@ def dspark_objective(
             known already (from a cache). A reduced vocabulary then projects its own tokens alone. It must belong
             to exactly these ``teacher_hidden``.
         chunk_size: slots of logits held at once; by default :func:`slots_per_chunk`.
+        check_finite: False leaves NaN and infinity in the sums without an error, for a loss guard that refuses the
+            micro-batch before backward.
 
     Returns:
         The sums; they have a graph also when no slot is supervised, and all gradients are then 0.
@@ -119,7 +125,7 @@ def dspark_objective(
         LossUsageError: shapes that don't fit, no teacher where one is needed, and backward with
             ``create_graph=True``.
         NonFiniteSlotError: NaN or infinity in a supervised slot, with its place: at once on the CPU, from
-            :func:`tokennorm.draft.raise_pending_slot_errors` on an accelerator.
+            :func:`tokennorm.draft.raise_pending_slot_errors` on an accelerator. Not without ``check_finite``.
     """
     check_inputs(
         plan=plan,
@@ -163,7 +169,9 @@ def dspark_objective(
     )
     fused = FusedSlots.apply(flat_hidden, head, flat_latents, markov_weight, spec)
     loss_sum, ce_sum, l1_sum, ce, l1 = fused  # pyright: ignore[reportGeneralTypeIssues]
-    _check_finite(SlotFault.DRAFT, ce, plan)
+    if check_finite:
+        _check_finite(SlotFault.DRAFT, ce, plan)
+    slot_losses = spec.ce_alpha * ce
     denominator = wide_sum(weights)
     terms = {"ce": LossTerm(numerator=ce_sum, denominator=denominator, weight=spec.ce_alpha)}
     if teacher is None:
@@ -172,15 +180,20 @@ def dspark_objective(
             denominator=denominator,
             terms=terms,
             metrics=_term_metrics(terms),
+            slot_losses=_spread(slot_losses, plan),
         )
-    _check_finite(SlotFault.TEACHER, l1, plan)
+    if check_finite:
+        _check_finite(SlotFault.TEACHER, l1, plan)
+    if spec.l1_alpha:
+        slot_losses = slot_losses + spec.l1_alpha * l1
     terms["l1"] = LossTerm(numerator=l1_sum, denominator=denominator, weight=spec.l1_alpha)
     accept = (1 - 0.5 * l1).clamp(0, 1)
     logits = None
     if confidence is not None:
         flat, index = flat_slots(confidence, plan, dims=0)
         logits = flat.index_select(0, index).to(accept.dtype)
-        _check_finite(SlotFault.CONFIDENCE, logits.detach(), plan)
+        if check_finite:
+            _check_finite(SlotFault.CONFIDENCE, logits.detach(), plan)
         bce = F.binary_cross_entropy_with_logits(logits, accept, reduction="none")
         numerator = wide_sum(bce * weights).to(accept.dtype)
         terms["confidence"] = LossTerm(
@@ -188,6 +201,7 @@ def dspark_objective(
         )
         if confidence_head_alpha != 0:
             loss_sum = loss_sum + float(confidence_head_alpha) * numerator
+            slot_losses = slot_losses + float(confidence_head_alpha) * bce.detach()
     accept_3d = _spread(accept, plan)
     diagnostics = acceptance_sums(
         accept_rate=accept_3d,
@@ -202,6 +216,7 @@ def dspark_objective(
         terms=terms,
         metrics=_term_metrics(terms) | _diagnostic_metrics(diagnostics, has_confidence=logits is not None),
         accept_rate=accept_3d,
+        slot_losses=_spread(slot_losses, plan),
     )
 
 

@@ -31,6 +31,8 @@ class ObjectiveOutput:
         denominator: what ``loss_sum`` is counted in, where that is not the batch's ``effective_tokens``: a sum of
             token weights (a float or a 0-d tensor without graph).
         token_losses: detached losses per token, for the file about a micro-batch that the loss guard refuses.
+        judged: 0-d and detached, what the loss guard judges where that is not ``loss_sum``: NaN when anything that
+            backward multiplies by is not finite, though the loss itself is.
     """
 
     loss_sum: Tensor
@@ -38,6 +40,7 @@ class ObjectiveOutput:
     metrics: Mapping[str, RatioSum] = field(default_factory=dict)
     denominator: float | Tensor | None = None
     token_losses: Tensor | None = None
+    judged: Tensor | None = None
 
     def count(self, batch: Batch) -> int | float | Tensor:
         """The denominator of ``loss_sum`` on ``batch``."""

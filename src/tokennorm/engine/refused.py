@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class RefusedMicroBatch:
 
 def judged_loss(outputs: ObjectiveOutput) -> Tensor:
     """The loss sum as the guard sees it: 0-d; NaN too when an extra term of the objective is not finite."""
-    judged = outputs.loss_sum.detach()
+    judged = outputs.loss_sum.detach() if outputs.judged is None else outputs.judged
     for term in outputs.extra_terms.values():
         # A finite number times zero changes nothing, any other becomes NaN: no wait for the device.
         judged = judged + 0.0 * (term.weight * term.numerator.detach()).to(judged.device)
@@ -98,6 +98,7 @@ class RefusedFolder:
         limit: files of this rank in the folder, those of earlier starts of the run included; beyond it nothing is
             written.
         decode: token ids of a row to text, e.g. ``tokenizer.decode``.
+        describe: what of a micro-batch to write; by default all of it.
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class RefusedFolder:
         runtime: Runtime | None = None,
         limit: int = 5,
         decode: Callable[[Sequence[int]], str] | None = None,
+        describe: Callable[[Batch], Mapping[str, Any]] = dict,
     ) -> None:
-        self.folder, self.limit, self.decode = Path(folder), limit, decode
+        self.folder, self.limit, self.decode, self.describe = Path(folder), limit, decode, describe
         self._rank = (runtime or Runtime()).rank
 
     def __call__(self, refused: RefusedMicroBatch, batch: Batch, outputs: ObjectiveOutput) -> None:
@@ -132,7 +134,7 @@ class RefusedFolder:
             **refused.record(),
             "own_loss_sum": refused.verdict.own_loss_sum,
             "extra_terms": {name: term.numerator for name, term in outputs.extra_terms.items()},
-            "batch": dict(batch),
+            "batch": dict(self.describe(batch)),
         }
         ids = batch.get("input_ids")
         if self.decode is not None and isinstance(ids, Tensor):
