@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from tokennorm.recipes.dspark.folder import StageFolder
 from tokennorm.recipes.dspark.identity import describe_drafter, run_identity
 from tokennorm.recipes.dspark.objective import DSparkObjective, refused_record
 from tokennorm.recipes.dspark.states import cached_states
-from tokennorm.recipes.dspark.windows import BlockMaker, DraftWindows, held_out_batches
+from tokennorm.recipes.dspark.windows import BlockMaker, DraftWindows, held_out_batches, window_flops
 
 __all__ = ["DSparkJob", "DSparkResult", "prepare", "run"]
 
@@ -124,6 +125,7 @@ def run(config: DSparkConfig) -> DSparkResult:
             run=run_folder,
             checkpoints=store if config.run.checkpoints else None,
             progress=progress,
+            work=functools.partial(window_flops, job.drafter),
         )
         progress.say(
             f"trained {report.steps} steps on {report.total_tokens:,} tokens in {time.monotonic() - start:.0f} s"

@@ -17,12 +17,13 @@ from tokennorm.draft import (
     collate_log_totals,
     collate_states,
     document_ids,
+    drafter_flops,
     make_blocks,
     sample_anchors,
     supervised_tokens,
 )
 
-__all__ = ["BlockMaker", "DraftWindows", "held_out_batches"]
+__all__ = ["BlockMaker", "DraftWindows", "held_out_batches", "window_flops"]
 
 # Held-out anchors are drawn from a stream that no training step uses.
 _HELD_OUT = -1
@@ -166,3 +167,18 @@ def held_out_batches(
         )
         for i in range(rank, len(dataset), world_size)
     ]
+
+
+def window_flops(drafter: DraftModel, window: Sequence[Mapping[str, Any]]) -> float:
+    """The drafter's work on a rank's micro-batches (:func:`tokennorm.draft.drafter_flops`), for MFU."""
+    return sum(
+        drafter_flops(
+            drafter,
+            blocks=batch["blocks"],
+            plan=batch["plan"],
+            position_ids=batch["position_ids"],
+            context_tokens=batch["total_tokens"],
+            log_totals=batch.get("log_total") is not None,
+        ).total
+        for batch in window
+    )

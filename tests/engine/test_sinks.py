@@ -157,6 +157,12 @@ def test_mfu_is_the_counted_work_over_the_peak() -> None:
     model.body.requires_grad_(False)
     frozen = StepCost(model, torch.device("cpu"), peak_tflops=1e-9, ranks=2).measure(window, **numbers)
     assert frozen["mfu"] == pytest.approx((work - 2 * 9 * 12) / 2.0 / 2e3)
+    # Counted by somebody else: this rank's 12 of all ranks' 24 tokens took 700.
+    own = StepCost(
+        model, torch.device("cpu"), peak_tflops=1e-9, ranks=2, work=lambda batches: 350.0 * len(batches)
+    )
+    assert own.measure(window, **{**numbers, "total_tokens": 24})["mfu"] == pytest.approx(1400 / 2.0 / 2e3)
+    assert "mfu" not in own.measure([{"total_tokens": 0}], **numbers)
     unknown = StepCost(model, torch.device("cpu")).measure(window, **numbers)
     assert "mfu" not in unknown
     assert 2**20 < unknown["memory_bytes"] < 2**40

@@ -32,11 +32,12 @@ from recipes.dspark.tests.guard_case import (
 from recipes.dspark.tests.tiny import tiny_config, write_answers
 from tests.draft.drafter_toy import toy_drafter
 from tokennorm.draft import DraftModel, HiddenStateCache
-from tokennorm.engine import Batch, CheckpointStore, ObjectiveOutput, Runtime, wrap_ddp
+from tokennorm.engine import Batch, CheckpointStore, LoopConfig, ObjectiveOutput, Runtime, wrap_ddp
 from tokennorm.errors import CheckpointError, EmptyWindowError, KitUsageError, NonFiniteError, NonFiniteSlotError
 from tokennorm.recipes.dspark import prepare, run
 from tokennorm.recipes.dspark.config import GuardConfig, TrainConfig
 from tokennorm.recipes.dspark.objective import DSparkObjective
+from tokennorm.recipes.dspark.windows import window_flops
 from tokennorm.testing import spawn_ranks
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -265,7 +266,9 @@ def test_a_run_with_a_broken_document_goes_on_and_writes_it_down(
 ) -> None:
     write_answers(tiny_folder, tiny_folder / "guarded")
     guard = GuardConfig(enabled=True, spike_multiplier=math.inf, files=1)
-    config = tiny_config(tiny_folder, "guarded", guard=guard, train=TrainConfig(epochs=2, empty_window="skip"))
+    loop = LoopConfig(save_every=4, peak_tflops=1e-3)
+    train = TrainConfig(epochs=2, empty_window="skip")
+    config = tiny_config(tiny_folder, "guarded", guard=guard, train=train, loop=loop)
     read = HiddenStateCache.__getitem__
 
     def poisoned(self: HiddenStateCache, index: Any) -> Any:
@@ -297,6 +300,12 @@ def test_a_run_with_a_broken_document_goes_on_and_writes_it_down(
     same = prepare(dataclasses.replace(config, guard=dataclasses.replace(guard, files=0)), Runtime())
     store = CheckpointStore(folder / "checkpoints", identity=same.identity)
     store.restore(same.engine)
+    steps = [line for line in lines if "mfu" in line]
+    # With a known peak the work is in the log; one process does all of it.
+    for line, window in zip(steps, same.windows, strict=True):
+        work = window_flops(same.drafter, window) / 1e9
+        if "refused" not in line:
+            assert line["mfu"] * line["seconds"] == pytest.approx(work, rel=0.05), "of the rounded seconds"
     kept = same.engine.token_loss_kit.loss_guard
     assert kept is not None
     assert (kept.refused_total, len(kept.history.losses)) == (2, 2 * 26 - 2)

@@ -35,6 +35,7 @@ from tokennorm.draft.decoding.rounds import Decoded, Round
 from tokennorm.draft.decoding.schedule import VerificationSchedule
 from tokennorm.draft.decoding.speculative import speculative_decode
 from tokennorm.draft.decoding.tables import ReportComparison, compare_reports
+from tokennorm.draft.flops import DrafterFlops, drafter_flops
 from tokennorm.draft.formats.export import WarmStart, export_drafter, load_drafter, warm_start
 from tokennorm.draft.formats.validate import Finding, FolderReport, validate_folder
 from tokennorm.draft.forward import DraftForward
@@ -79,6 +80,7 @@ __all__ = [
     "DraftForward",
     "DraftModel",
     "DraftVocabulary",
+    "DrafterFlops",
     "Finding",
     "FolderReport",
     "HiddenStateCache",
@@ -105,6 +107,7 @@ __all__ = [
     "default_layer_ids",
     "describe_size",
     "document_ids",
+    "drafter_flops",
     "dspark_objective",
     "explain_difference",
     "export_drafter",

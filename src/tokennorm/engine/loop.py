@@ -19,7 +19,7 @@ from tokennorm.engine.records import HeldOut, Waiting, log_step, metrics_to_sink
 from tokennorm.engine.run_folder import RunFolder
 from tokennorm.engine.signals import RunStopped, StopRequest
 from tokennorm.engine.sinks import check_sinks
-from tokennorm.engine.throughput import StepCost
+from tokennorm.engine.throughput import StepCost, WindowWork
 from tokennorm.errors import ConfigError, DataError
 
 __all__ = ["LoopConfig", "TrainReport", "WindowSource", "train"]
@@ -109,6 +109,7 @@ def train(
     run: RunFolder | None = None,
     checkpoints: CheckpointStore | None = None,
     progress: ProgressPrinter | None = None,
+    work: WindowWork | None = None,
 ) -> TrainReport:
     """Train until ``total_steps`` optimizer steps are done or the windows run out.
 
@@ -124,6 +125,7 @@ def train(
         run: where ``metrics.jsonl`` is written.
         checkpoints: where states are saved.
         progress: prints the lines.
+        work: counts a window of a model that is no causal LM, for MFU.
 
     Raises:
         DataError: the windows ran out before any optimizer step of a run that had not begun.
@@ -171,7 +173,9 @@ def train(
             save()
         progress.pause()
 
-    cost = StepCost(engine.model, engine.device, peak_tflops=config.peak_tflops, ranks=engine.dp_world_size)
+    cost = StepCost(
+        engine.model, engine.device, peak_tflops=config.peak_tflops, ranks=engine.dp_world_size, work=work
+    )
     with metrics_to_sinks(run, config, start), _signals(engine, total_steps, checkpoints, progress) as stop:
         if start == 0:
             summary.before = held_out()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from tokennorm.engine.distributed import unwrap_model
 
-__all__ = ["PEAK_TFLOPS", "StepCost", "known_peak_tflops"]
+__all__ = ["PEAK_TFLOPS", "StepCost", "WindowWork", "known_peak_tflops"]
+
+WindowWork = Callable[[Sequence[Mapping[str, Any]]], float]
+"""Counts the floating point operations of a rank's micro-batches, on the host."""
 
 # Dense bf16 TFLOP/s without sparsity, from the makers' data sheets (fp16 where a card has no bf16); the first name
 # that fits counts.
@@ -49,12 +52,19 @@ class StepCost:
         device: where it computes.
         peak_tflops: of one device; by default that of a known GPU.
         ranks: devices that share the work.
+        work: counts a window of a model that is no causal LM, in place of all this.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, *, peak_tflops: float | None = None, ranks: int = 1
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        peak_tflops: float | None = None,
+        ranks: int = 1,
+        work: WindowWork | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._count = device, work
         if peak_tflops is None and device.type == "cuda":
             peak_tflops = known_peak_tflops(torch.cuda.get_device_name(device))
         self._peak = None if peak_tflops is None else peak_tflops * 1e12 * ranks
@@ -84,10 +94,21 @@ class StepCost:
         """
         memory = self.memory_bytes() if memory_bytes is None else memory_bytes
         measured: dict[str, float] = {"memory_bytes": memory}
-        if self._peak is not None and self._body and seconds > 0:
-            work = (self._body + self._attention * _mean_length(window)) * total_tokens
-            measured["mfu"] = (work + self._head * effective_tokens) / (seconds * self._peak)
+        if self._peak is not None and seconds > 0:
+            work = self._work(window, total_tokens, effective_tokens)
+            if work:
+                measured["mfu"] = work / (seconds * self._peak)
         return measured
+
+    def _work(self, window: Sequence[Mapping[str, Any]], total_tokens: float, effective_tokens: float) -> float:
+        """Of all ranks; 0 where it can't be told."""
+        if self._count is not None:
+            own = sum(int(batch["total_tokens"]) for batch in window)
+            return self._count(window) * total_tokens / own if own else 0.0
+        if not self._body:
+            return 0.0
+        body = (self._body + self._attention * _mean_length(window)) * total_tokens
+        return body + self._head * effective_tokens
 
 
 def _costs(model: nn.Module) -> tuple[float, float, float]:
