@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.exactness import (
@@ -29,11 +30,14 @@ from tokennorm.engine import (
     CausalLMObjective,
     DistributedConfig,
     Engine,
+    OptimConfig,
     Runtime,
+    build_optimizer,
     build_scaler,
     evaluate,
     wrap_model,
 )
+from tokennorm.engine.sharding import decoder_blocks, shard_mesh
 from tokennorm.kit import TokenNormedLossKit
 from tokennorm.recipes.sft.config import ModelConfig, SftConfig
 from tokennorm.recipes.sft.modelling import adapt
@@ -251,6 +255,67 @@ def infinity_in_one_part(rank: int, world_size: int) -> tuple[Any, float, int, f
     return skipped.skipped, scaler.get_scale(), engine.step, report.grad_norm
 
 
+def plain_head(rank: int, world_size: int) -> dict[str, Any]:
+    """float16 autocast on a split model whose head is left whole, its gradient averaged by the loop.
+
+    Then an infinity in one rank's part of a split gradient, and one in one rank's whole gradient.
+    """
+    plain: Any = make_model()
+    batches, samples = batches_of(LAYOUT, world_size, rank, short=False)
+    truth = by_definition(plain, samples, torch.float64)
+    naive = relative_error(naive_autocast(plain, samples, torch.float16), truth)
+    kit = TokenNormedLossKit("cpu", world_size)
+    model: Any = kit.apply_chunked_token_loss_patch(copy.deepcopy(plain).float(), chunk_size=3)
+    mesh = shard_mesh(Runtime(rank=rank, world_size=world_size))
+    head = list(model.lm_head.parameters())
+    for block in decoder_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=set(head))
+    inner = CausalLMObjective()
+
+    def objective(model: nn.Module, batch: Batch) -> Any:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return inner(model, batch)
+
+    broken: list[tuple[int, nn.Parameter]] = []
+
+    def average_and_break() -> None:
+        for parameter in head:
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        for owner, parameter in broken:
+            if owner == rank:
+                assert parameter.grad is not None
+                gradient = parameter.grad
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = torch.inf
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = KeepsGradients(model.parameters(), lr=1.0)
+    engine = Engine(
+        model=model,
+        optimizer=optimizer,
+        objective=objective,
+        scaler=scaler,
+        dp_world_size=world_size,
+        token_loss_kit=kit,
+        max_grad_norm=None,
+        after_reduce=average_and_break,
+    )
+    kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    found: dict[str, Any] = {"kinds": kinds, "naive": naive}
+    found["case"] = measure(engine, optimizer, batches, truth, max_norm=None)
+    split = next(parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    for name, parameter in {"split": split, "whole": head[0]}.items():
+        broken[:] = [(1, parameter)]
+        found[name] = (engine.train_step(batches).skipped, scaler.get_scale(), engine.step)
+    broken.clear()
+    # The recipes' optimizer takes both kinds as well.
+    engine.optimizer = build_optimizer(model, OptimConfig())
+    found["again"] = (engine.train_step(batches).skipped, scaler.get_scale(), engine.step)
+    return found
+
+
 CHECKS: dict[str, Callable[[int, int], Any]] = {
     "strategies": strategies,
     "lonely token": lonely_token,
@@ -259,6 +324,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
     "mixed clipping": mixed_clipping,
     "half precision": half_precision,
     "infinity": infinity_in_one_part,
+    "plain head": plain_head,
 }
 
 

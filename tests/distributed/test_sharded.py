@@ -85,6 +85,17 @@ def test_an_infinity_in_one_part_of_a_gradient_stops_the_step_on_all_ranks(ranks
         assert 0 < norm < float("inf")
 
 
+def test_float16_scales_plain_and_split_gradients_together(ranks: list[dict[str, Any]]) -> None:
+    for found in (result["plain head"] for result in ranks):
+        assert found["kinds"] == {True, False}
+        print(f"float16, head left whole              error {found['case'].error:.1e}  naive {found['naive']:.1e}")
+        assert 1e-5 < found["case"].error <= 1.5 * found["naive"]
+        # An infinity on one rank, in its part of a split gradient or in its own copy of a whole one.
+        assert found["split"] == ("fp16 overflow", 512.0, 1)
+        assert found["whole"] == ("fp16 overflow", 256.0, 1)
+        assert found["again"] == (None, 256.0, 2)
+
+
 def test_shapes_of_the_mesh() -> None:
     assert shard_mesh(Runtime()) is None
     model = nn.Linear(2, 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-__all__ = ["clip_gradients"]
+__all__ = ["clip_gradients", "gradient_kind"]
 
 
 @torch.no_grad()
@@ -32,7 +32,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            groups.setdefault(_kind(gradient), []).append(parameter)
+            # Half precision apart, to be squared in float32.
+            groups.setdefault((gradient_kind(gradient), gradient.dtype.itemsize < 4), []).append(parameter)
     norms = [_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
     if not norms:
         return torch.zeros(())
@@ -43,10 +44,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     return total
 
 
-def _kind(gradient: Tensor) -> object:
-    """Gradients of one kind may be measured in one go: half precision apart, to be squared in float32."""
-    half = gradient.dtype.itemsize < 4
-    return (gradient.device_mesh, gradient.placements, half) if isinstance(gradient, DTensor) else half
+def gradient_kind(gradient: Tensor) -> object:
+    """Gradients of one kind go through one call of torch's functions on lists; those of two kinds are refused."""
+    return (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from tokennorm.engine.clipping import clip_gradients
 from tokennorm.engine.distributed import set_gradient_sync
 from tokennorm.engine.evaluate import move_to_device
 from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
-from tokennorm.engine.precision import step_with_scaler
+from tokennorm.engine.precision import step_with_scaler, unscale_gradients
 from tokennorm.engine.refused import RefusedMicroBatch, dummy_maker, judged_loss
 from tokennorm.errors import EmptyWindowError, NonFiniteError
 from tokennorm.kit import TokenNormedLossKit
@@ -144,7 +144,7 @@ class Engine:
             self.after_reduce()
         if self._stats.skipped:
             return
-        self.scaler.unscale_(self.optimizer)
+        unscale_gradients(self.scaler, self.optimizer)
         self.token_loss_kit.rescale_gradients(self.model.parameters(), self._stats)
         self._grad_norm = self._clip_gradients()
         self._overflow = self._step_optimizer(self._grad_norm)
@@ -193,7 +193,8 @@ class Engine:
         if not self.scaler.is_enabled():
             self.optimizer.step()
             return False
-        return step_with_scaler(self.scaler, self.optimizer, norm, self._stats.gradient_scale)
+        ranks, group, scale = self.dp_world_size, self.dp_group, self._stats.gradient_scale
+        return step_with_scaler(self.scaler, self.optimizer, norm, scale, ranks=ranks, group=group)
 
     def _report(self) -> StepReport:
         stats = self._stats

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from tokennorm.engine.clipping import gradient_kind
 from tokennorm.errors import ConfigError
 
 __all__ = ["OptimConfig", "build_optimizer", "build_scheduler", "learning_rate_factor", "warmup_steps_of"]
@@ -104,18 +105,20 @@ def build_optimizer(
             f"a learning-rate factor for {unused[0]!r}, but no trainable parameter's name begins so",
             fix="give prefixes of the names in named_parameters()",
         )
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, object], list[nn.Parameter]] = {}
     for name, parameter in trainable.values():
         factor = next((value for prefix, value in factors.items() if name.startswith(prefix)), 1.0)
-        # Matrices first, and those without a factor before the others: the order that checkpoints know.
-        groups.setdefault((factor, config.decay_vectors or parameter.ndim > 1), []).append(parameter)
+        # Matrices first, and those without a factor before the others: the order that checkpoints know. Split and
+        # plain parameters apart, which one fused update refuses to mix.
+        decayed = config.decay_vectors or parameter.ndim > 1
+        groups.setdefault((factor, decayed, gradient_kind(parameter)), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda group: (group[0][0] != 1.0, group[0][0], not group[0][1]))
     # One pass over the parameters instead of five; the arithmetic is that of the plain implementation.
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in trainable.values())
     return AdamW(
         [
             {"params": own, "lr": config.lr * factor, "weight_decay": config.weight_decay if decayed else 0.0}
-            for (factor, decayed), own in ordered
+            for (factor, decayed, _), own in ordered
         ],
         lr=config.lr,
         betas=config.betas,

@@ -6,8 +6,10 @@ import math
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from tokennorm.engine.clipping import gradient_kind
 from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
 from tokennorm.engine.sharding import is_sharded
 from tokennorm.errors import ConfigError, NonFiniteError
@@ -19,6 +21,7 @@ __all__ = [
     "build_scaler",
     "precision_notes",
     "step_with_scaler",
+    "unscale_gradients",
 ]
 
 Autocast = Literal["none", "bfloat16", "float16"]
@@ -97,19 +100,56 @@ def precision_notes(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
     return notes
 
 
+class _Part:
+    """What ``GradScaler.unscale_`` reads of an optimizer, for some of its parameters."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+
+def unscale_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Divide the loss scale out of all gradients, plain ones and DTensors of any mesh beside each other.
+
+    ``scaler.unscale_(optimizer)`` hands all gradients of a dtype to one function, which refuses a mixture: so it
+    is asked once per kind. :func:`step_with_scaler` goes on from there.
+
+    Args:
+        scaler: one that is switched off does nothing.
+        optimizer: of the weights.
+    """
+    kinds: dict[object, list[Tensor]] = {}
+    for group in optimizer.param_groups if scaler.is_enabled() else ():
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                kinds.setdefault(gradient_kind(parameter.grad), []).append(parameter)
+    # All at once: the scaler knows an optimizer by its id until its update.
+    parts: list[Any] = [_Part(parameters) for parameters in kinds.values()] if len(kinds) > 1 else [optimizer]
+    for part in parts:
+        scaler.unscale_(part)
+
+
 def step_with_scaler(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, norm: Tensor, gradient_scale: float
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    norm: Tensor,
+    gradient_scale: float,
+    *,
+    ranks: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> bool:
     """Step unless the gradient overflowed, decide the same on every rank, and move the loss scale.
 
     What decides is the global norm after the rescale, not what the scaler found in this rank's own gradients: so
-    ranks that hold parts of a gradient agree, and an infinity that the rescale itself made is seen as well.
+    an infinity that the rescale itself made is seen as well. The ranks agree by one small reduction: none steps
+    where another one can't.
 
     Args:
-        scaler: after its ``unscale_``.
+        scaler: after :func:`unscale_gradients`.
         optimizer: of the weights.
-        norm: global norm of the exact gradient, the same on every rank.
+        norm: global norm of the exact gradient.
         gradient_scale: what the gradients were multiplied by.
+        ranks: number of ranks that train together.
+        group: those ranks; None is the default group.
 
     Returns:
         Whether the step was skipped.
@@ -124,7 +164,7 @@ def step_with_scaler(
             why="every gradient would become infinite or NaN, which the loss scaler no longer looks for",
             fix="leave backward_divisor to the kit",
         )
-    if bool(torch.isfinite(norm)):
+    if _finite_everywhere(norm, ranks, group):
         optimizer.step()
         scaler.update()
         return False
@@ -140,3 +180,11 @@ def step_with_scaler(
     # The scaler counts steps since the last overflow only when it found the overflow itself.
     scaler.load_state_dict({**before, "scale": after, "_growth_tracker": 0})
     return True
+
+
+def _finite_everywhere(norm: Tensor, ranks: int, group: dist.ProcessGroup | None) -> bool:
+    finite = torch.isfinite(norm).to(torch.float32)
+    if ranks > 1:
+        # A plain gradient beside split ones is on each rank, and overflows on one if it is not yet the average.
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
+    return bool(finite)
