@@ -261,6 +261,46 @@ def test_a_nan_on_one_rank_of_two_leaves_both_with_the_gradient_of_the_rest() ->
         assert error(found["sharded"], reference_gradient(left)) < 1e-12
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_dummy_fits_both_sources_of_states_and_a_reduced_vocabulary(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """From a cache with log-totals, or from the target itself, which the dummy does not run."""
+    write_answers(tiny_folder, tiny_folder / "sources")
+    config = tiny_config(tiny_folder, "sources", guard=GuardConfig(enabled=True))
+    config = dataclasses.replace(
+        config,
+        draft=dataclasses.replace(config.draft, vocabulary=64),
+        cache=dataclasses.replace(config.cache, enabled=cached),
+    )
+    jobs = [prepare(config, Runtime()) for _ in range(2)]
+    window = list(next(iter(jobs[0].windows)))
+    assert (window[1].get("log_total") is not None) == cached
+    expected = jobs[1].engine.train_step([window[0], window[2]])
+    calls: list[int] = []
+    if cached:
+        window[1]["features"][0, 2] = torch.nan
+    else:
+        objective: Any = jobs[0].engine.objective
+        capture = objective.capture
+
+        def broken_once(**inputs: torch.Tensor) -> Any:
+            calls.append(inputs["input_ids"].shape[1])
+            captured = capture(**inputs)
+            factor = torch.nan if len(calls) == 2 else 1.0
+            return dataclasses.replace(captured, last_hidden=captured.last_hidden * factor)
+
+        broken_once.layer_ids = capture.layer_ids  # type: ignore[attr-defined]
+        monkeypatch.setattr(objective, "capture", broken_once)
+    report = jobs[0].engine.train_step(window)
+    assert len(report.refused) == 1
+    assert len(calls) == (0 if cached else 3), "once for each micro-batch, and not for the dummy"
+    assert (report.loss, report.metrics) == (expected.loss, expected.metrics)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+    for one, other in zip(jobs[0].drafter.parameters(), jobs[1].drafter.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
 def test_a_run_with_a_broken_document_goes_on_and_writes_it_down(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
