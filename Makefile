@@ -36,7 +36,7 @@ survey: $(STAMP)  ## every causal-LM class that transformers can build, patched 
 bench-drafter: model  ## train and decode with drafters in several ways (about three hours of CPU)
 	$(BIN)/python -m benchmarks.dspark_smollm2
 
-bench-sft: model  ## one epoch of SmolLM2 in float32, in bfloat16 and on two ranks (about three hours of CPU)
+bench-sft: model  ## SmolLM2 in float32, in bfloat16 and on two ranks (about two hours of CPU)
 	$(BIN)/python -m benchmarks.sft_smollm2
 
 bench: $(STAMP)  ## time and memory of the cross-entropy operator

@@ -1,9 +1,9 @@
-"""One epoch of SmolLM2-135M on ``pydoc``, three times: float32, bfloat16, and float32 on two ranks.
+"""Sixty steps of SmolLM2-135M on ``pydoc``, three times: float32, bfloat16, and float32 on two ranks.
 
     python -m benchmarks.sft_smollm2                 # trains what is not there yet, then writes the results
     python -m benchmarks.sft_smollm2 --only float32  # one of the runs, without writing
 
-Each run is the command line's own ``tokennorm train sft`` with one thread per rank (about an hour each on one
+Each run is the command line's own ``tokennorm train sft`` with one thread per rank (up to an hour each on one
 core), goes on where it was stopped, and lies in ``runs/sft_smollm2``. What is compared: the loss per held-out
 token along the run, the losses of the same windows, and CPU time.
 """
@@ -28,6 +28,7 @@ COMMON = (
     "--data.eval-tokens=6000",
     "--optim.lr=1e-4",
     "--optim.min-lr-ratio=0.1",
+    "--train.max-steps=60",
     "--loop.eval-every=15",
     "--loop.save-every=15",
     "--loop.keep-last=1",
@@ -56,6 +57,7 @@ def train(name: str) -> None:
         subprocess.run([*command, f"--run.dir={folder}"], check=True, env=environment)
         (folder / FINISHED).touch()
     finally:
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "cpu_seconds.json"
         earlier = json.loads(path.read_text()) if path.exists() else 0.0
         path.write_text(json.dumps(earlier + _cpu_seconds() - before))

@@ -76,7 +76,7 @@ def _head(runs: Sequence[Trained]) -> list[str]:
     assert trained == {last}, f"runs of different length: {trained}"
     tokens, supervised = (sum(line[key] for line in first.steps) for key in ("total_tokens", "effective_tokens"))
     return [
-        "# One epoch of SmolLM2-135M on pydoc: float32, bfloat16, two ranks",
+        f"# {last} steps of SmolLM2-135M on pydoc: float32, bfloat16, two ranks",
         "",
         f"`python -m benchmarks.sft_smollm2`, trained on commit {first.about['git']['commit'][:7]}. "
         f"{platform.machine()} with AVX-512 and AMX in bfloat16, 2 shared cores, one thread per rank, Python "
