@@ -336,18 +336,16 @@ def test_float16_gradient_survives_a_tiny_upstream() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 def test_a_large_vocabulary_costs_few_rows_no_accuracy(rows: int) -> None:
-    """Some CPU kernels add up the products of up to three rows one after the other, and lose four digits."""
+    """Some CPU kernels add up the products of the last few rows one after the other, and lose two digits."""
     generator = torch.Generator().manual_seed(rows)
     hidden, weight = (torch.randn(n, D, generator=generator) for n in (rows, 50_000))
     # All products of one sign: the sum is large from the beginning, and what is added small.
     weight += 3.0
     labels = torch.randint(0, 50_000, (rows,), generator=generator)
-    got, want = (
-        leaf.to(dtype).requires_grad_() for leaf, dtype in ((hidden, torch.float32), (hidden, torch.float64))
-    )
+    got, want = (hidden.to(dtype, copy=True).requires_grad_() for dtype in (torch.float32, torch.float64))
     linear_cross_entropy(got, weight, labels, reduction="sum").backward()
     F.cross_entropy(want @ weight.double().t(), labels, reduction="sum").backward()
-    assert relative_error(got.grad, want.grad) < 5e-6
+    assert relative_error(got.grad, want.grad) < 1e-5
 
 
 def test_large_logits_stay_finite() -> None:
