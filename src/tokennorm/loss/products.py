@@ -67,7 +67,8 @@ class Products:
             out.copy_(torch.mm(grad_logits.to(self.dtype), weight))
             return
         weight = weight.to(self.accumulate_dtype)
-        rest = grad_logits.shape[0] % _ROW_BLOCK if grad_logits.device.type == "cpu" else 0
+        split = weight.dtype == torch.float32 and weight.device.type == "cpu"
+        rest = grad_logits.shape[0] % _ROW_BLOCK if split else 0
         whole = grad_logits.shape[0] - rest
         torch.mm(grad_logits[:whole], weight, out=out[:whole])
         if rest:
