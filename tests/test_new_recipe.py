@@ -37,7 +37,7 @@ def test_a_new_recipe_passes_its_tests_and_starts(
     assert (tmp_path / "runs" / "my_recipe" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["My-Recipe", "9lives", "class", "json", "torch", "../x", ""])
+@pytest.mark.parametrize("name", ["My-Recipe", "9lives", "class", "json", "torch", "numpy", "tests", "../x", ""])
 def test_names_that_cannot_be_packages_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ from tokennorm.data import (
     terminal_progress,
 )
 from tokennorm.engine import config_to_dict
-from tokennorm.errors import DataError
+from tokennorm.errors import DataError, NoSupervisedTokenError
 from tokennorm.recipes.sft.config import DataConfig
 
 __all__ = ["Datasets", "RunWindows", "build_datasets", "eval_batches"]
@@ -151,10 +151,23 @@ class _Maker:
         else:
             rows = self._read(path)
             train, held_out = self._split(rows.documents, path, seed)
-        parts = self._encode(train, "train", name), self._encode(held_out, "held-out", name) if held_out else None
+        parts = self._encode(train, "train", name), self._held_out(held_out, path, name)
         if rows is not None:
             self._settle(rows, [part for part in parts if part is not None])
         return parts
+
+    def _held_out(self, documents: Sequence[Document], path: str, name: str | None) -> ChatDataset | None:
+        """A part that was split off; None, and a note, when nothing of it can be evaluated."""
+        if not documents:
+            return None
+        try:
+            return self._encode(documents, "held-out", name)
+        except NoSupervisedTokenError:
+            self.say(
+                f"note: no evaluation on {path}: nothing is supervised in the {len(documents)} conversations "
+                "that are held out of it"
+            )
+            return None
 
     def evaluation(self, path: str) -> ChatDataset:
         """A source to evaluate on."""

@@ -17,6 +17,7 @@ __all__ = [
     "LabelError",
     "LossUsageError",
     "MissingDependencyError",
+    "NoSupervisedTokenError",
     "NonFiniteError",
     "NonFiniteSlotError",
     "PatchError",
@@ -86,6 +87,10 @@ class PatchError(TokenNormError, RuntimeError):
 
 class DataError(TokenNormError, ValueError):
     """Training data that can't be read, can't be masked, or doesn't fit the model."""
+
+
+class NoSupervisedTokenError(DataError):
+    """A set in which nothing is to be learned or evaluated."""
 
 
 class CheckpointError(TokenNormError, RuntimeError):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.engine.toy import ToyWindows, build_engine
 from tokennorm.engine import LoopConfig, RunFolder, evaluate, train
@@ -166,6 +168,26 @@ def test_mfu_is_the_counted_work_over_the_peak() -> None:
     unknown = StepCost(model, torch.device("cpu")).measure(window, **numbers)
     assert "mfu" not in unknown
     assert 2**20 < unknown["memory_bytes"] < 2**40
+
+
+def test_mfu_of_experts_counts_those_that_a_token_is_sent_to() -> None:
+    config = MixtralConfig(
+        **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
+    )
+    model = MixtralForCausalLM(config)
+    # Plain products only: others are hidden from the counter.
+    model.set_experts_implementation("eager")
+    model.set_attn_implementation("eager")
+    ids = torch.randint(96, (1, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    window = [{"position_ids": torch.arange(64)[None], "total_tokens": 64}]
+    numbers = {"total_tokens": 64, "effective_tokens": 64, "seconds": 1.0}
+    cost = StepCost(model, torch.device("cpu"), peak_tflops=1.0)
+    assert cost.measure(window, **numbers)["mfu"] * 1e12 == pytest.approx(counter.get_total_flops(), rel=0.05)
+    vars(config)["num_experts_per_tok"] = None
+    assert "mfu" not in StepCost(model, torch.device("cpu"), peak_tflops=1.0).measure(window, **numbers)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,17 @@ def test_the_command_writes_the_page_and_says_what_is_missing(
 
 
 @pytest.mark.parametrize(
+    "odd", [{"loss": 1e308}, {"loss": -1e308}, {"loss": 10**400}, {"refused": 3}, {"refused": "all"}]
+)
+def test_a_line_that_no_run_writes_does_not_keep_the_page_from_being_drawn(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    path = folder(tmp_path / "run", [step(1), step(2, **odd) if "refused" in odd else step(2) | odd, step(3, 4.0)])
+    assert "Micro-batches refused" in page([read_run(path)])
+    assert [loss for _, loss in means(curves(path, "Loss")["training"])][::2] == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
     ("value", "text"), [(0.25, "0.25"), (1500, "1.5k"), (2e7, "20M"), (3e-5, "3e-05"), (0, "0"), (-2500, "-2.5k")]
 )
 def test_ticks_are_short(value: float, text: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -13,7 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tokennorm.engine import LoopConfig, OptimConfig
+from tokennorm.engine import LoopConfig, OptimConfig, Runtime
+from tokennorm.recipes.sft import SftJob, prepare
 from tokennorm.recipes.sft.config import DataConfig, ModelConfig, RunConfig, SftConfig, TrainConfig
 
 EPOCHS = 4
@@ -95,3 +97,8 @@ def tiny_config(folder: Path, name: str, /, **changes: object) -> SftConfig:
         "run": RunConfig(dir=str(folder / name)),
     }
     return SftConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def job_of(folder: Path, **changes: Any) -> SftJob:
+    """Prepare a run on one rank, with some parts of its configuration changed."""
+    return prepare(tiny_config(folder, "unused", **changes), Runtime())

@@ -7,6 +7,7 @@ import re
 import sys
 from importlib import resources
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from pathlib import Path
 
 from tokennorm.errors import ConfigError
@@ -42,11 +43,15 @@ def write_recipe(name: str, parent: Path) -> Path:
             why="it becomes the name of a Python package",
             fix="give lower-case letters, digits and underscores, such as my_recipe, and no module of Python's",
         )
-    if name in ("tokennorm", "torch", "tests"):
-        raise ConfigError(f"the name {name!r} is taken by a package that a recipe imports", fix="give another")
     folder = parent / name
     if folder.exists():
         raise ConfigError(f"{folder} exists already", fix="give another name, or remove it")
+    if name == "tests" or find_spec(name) is not None:
+        raise ConfigError(
+            f"the name {name!r} is taken by a package that is installed",
+            why="one of the two would hide the other",
+            fix="give another",
+        )
     try:
         _copy(resources.files("tokennorm.cli") / "recipe_template", folder, name)
     except OSError as error:

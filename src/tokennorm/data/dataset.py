@@ -15,7 +15,7 @@ from tokennorm.data.cache import encode_cached
 from tokennorm.data.documents import Document
 from tokennorm.data.encoding import EncodedDocument, EncodeSettings, Progress
 from tokennorm.data.sample import IGNORE_INDEX, DatasetStatistics, Sample
-from tokennorm.errors import DataError
+from tokennorm.errors import DataError, NoSupervisedTokenError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ class ChatDataset(Sequence[Sample]):
         self.lengths = [len(sample) for sample in self._samples]
         self.supervised_lengths = [sample.num_supervised for sample in self._samples]
         if not sum(self.supervised_lengths):
-            raise DataError(
+            raise NoSupervisedTokenError(
                 f"no supervised token in the whole set ({len(self._samples)} samples)",
                 why="there is nothing to train on or to evaluate",
                 fix="check that the assistant's messages are there, and raise max_length if they begin beyond it",
@@ -91,7 +91,8 @@ class ChatDataset(Sequence[Sample]):
                 :func:`~tokennorm.data.encode_cached`; None: nothing is kept.
 
         Raises:
-            DataError: a conversation that can't be masked, or no supervised token in the whole set.
+            DataError: a conversation that can't be masked, or (NoSupervisedTokenError) nothing is supervised in
+                the whole set.
         """
         settings = EncodeSettings(max_length=max_length, turns=turns, template_options=template_options or {})
         encoded = encode_cached(

@@ -43,12 +43,12 @@ class StepCost:
     2022, PaLM, appendix B), N the parameters without embedding and head, L layers, H the hidden size, S the length
     of what a token attends to; frozen parameters count 4 instead of 6, since they get no gradient. The head counts
     6 for each of its weights, but for supervised tokens only: the others are never projected. Work that is done
-    twice (gradient checkpointing) counts once. S is the mean length of a document, which is less than tokens see
-    on average: MFU is rather too low than too high.
+    twice (gradient checkpointing) counts once; of experts those that a token is sent to. S is the mean length of a
+    document, which is less than tokens see on average: MFU is rather too low than too high.
 
     Args:
         model: as trained, wrapped or not. There is no MFU without ``get_output_embeddings`` and the sizes in its
-            configuration.
+            configuration, nor for experts whose number it does not tell.
         device: where it computes.
         peak_tflops: of one device; by default that of a known GPU.
         ranks: devices that share the work.
@@ -123,12 +123,29 @@ def _costs(model: nn.Module) -> tuple[float, float, float]:
         id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
     }
     outside |= {id(p) for p in head.parameters()}
-    body = sum(_per_weight(p) * p.numel() for p in model.parameters() if id(p) not in outside)
+    experts = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    routed = {id(p) for module in experts for p in module.parameters()}
+    share = _routed_share(config) if routed else 1.0
+    if share is None:
+        return 0.0, 0.0, 0.0
+    body = sum(
+        _per_weight(p) * p.numel() * (share if id(p) in routed else 1.0)
+        for p in model.parameters()
+        if id(p) not in outside
+    )
     head_weight: Tensor = head.weight
     layers, hidden = sizes
     assert isinstance(layers, int)
     assert isinstance(hidden, int)
     return float(body), float(_per_weight(head_weight) * head_weight.numel()), 12.0 * layers * hidden
+
+
+def _routed_share(config: Any) -> float | None:
+    """The part of a layer's experts that a token is sent to; None where the configuration doesn't tell."""
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = next((count for count in counts if isinstance(count, int) and count > 0), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return chosen / experts if experts is not None and isinstance(chosen, int) else None
 
 
 def _per_weight(parameter: Tensor) -> int:

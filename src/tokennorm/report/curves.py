@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tokennorm.report.runs import Record, Run, number
+from tokennorm.report.runs import Record, Run, num_refused, number
 
 __all__ = ["COLOURS", "Curve", "Panel", "Point", "panels"]
 
@@ -203,7 +203,7 @@ def _kept_out(runs: Sequence[Run], several: bool) -> tuple[Curve, ...]:
         refused = skipped = 0
         lines: list[Record] = []
         for record in sorted((*run.steps, *run.skips), key=lambda one: one["step"]):
-            refused += len(record.get("refused") or ())
+            refused += num_refused(record)
             skipped += bool(record.get("skipped"))
             lines.append({"step": record["step"], "refused": refused, "skipped": skipped})
         for place, (name, label) in enumerate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,9 @@ from tokennorm.errors import ConfigError, DataError
 __all__ = ["Record", "Run", "number", "read_run"]
 
 Record = dict[str, Any]
+
+# Products and differences of what is below stay finite.
+BEYOND = 1e300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,16 @@ class Run:
 
 
 def number(value: Any) -> float | None:
-    """Return a number as a float; None for null, NaN, infinity and what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return a number as a float; None for null, NaN, what is no number and what is too big to calculate with."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < BEYOND:
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value)
+
+
+def num_refused(record: Record) -> int:
+    """Micro-batches that the guard kept out of a window."""
+    refused = record.get("refused")
+    return len(refused) if isinstance(refused, list) else 0
 
 
 def read_run(path: Path | str) -> Run:

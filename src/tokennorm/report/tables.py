@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from tokennorm.report.curves import COLOURS, Curve
-from tokennorm.report.runs import Record, Run, number
+from tokennorm.report.runs import Record, Run, num_refused, number
 
 __all__ = ["configuration", "legend", "provenance", "summary"]
 
@@ -29,7 +29,7 @@ def summary(runs: Sequence[Run]) -> str:
         ("Memory, most", _memory),
         (
             "Micro-batches refused",
-            lambda run: str(sum(len(r.get("refused") or ()) for r in (*run.steps, *run.skips))),
+            lambda run: str(_refused((*run.steps, *run.skips))),
         ),
         ("Windows skipped", lambda run: _skips(run.skips)),
         ("Lines that can't be read", lambda run: str(run.unreadable) if run.unreadable else ""),
@@ -147,7 +147,7 @@ def _memory(run: Run) -> str:
 
 
 def _refused(records: Sequence[Record]) -> int:
-    return sum(len(one.get("refused") or ()) for one in records)
+    return sum(map(num_refused, records))
 
 
 def _skips(skips: Sequence[Record]) -> str:
