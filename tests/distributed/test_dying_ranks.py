@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.engine.toy import ToyLM, ToyWindows, build_engine
-from tokennorm.engine import Runtime, distributed_session, evaluate, wrap_ddp
+from tokennorm.engine import Runtime, all_ranks_or_none, distributed_session, evaluate, wrap_ddp
 from tokennorm.errors import DistributedError
 from tokennorm.testing import spawn_ranks
 
@@ -124,9 +126,18 @@ def test_a_rank_killed_in_an_evaluation_ends_the_other_without_torchrun() -> Non
     assert dead.error == "died with exit code -9"
 
 
+def work_alone(rank: int, session: Runtime) -> None:
+    """Rank 0 takes longer than a collective may; where nobody waits patiently that is an error."""
+    impatient = replace(session, group=dist.new_group(timeout=timedelta(seconds=3)))
+    for runtime, fails in ((impatient, False), (replace(impatient, patient=None), True)):
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            all_ranks_or_none(lambda: time.sleep(0 if rank else 6), runtime)
+
+
 def get_stuck(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=15))
-    with distributed_session():
+    with distributed_session() as session:
+        work_alone(rank, session)
         runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, group=group)
         engine = build_engine(wrap_ddp(ToyLM(), runtime), dp_world_size=world_size, dp_group=group)
         window = ToyWindows(rank=rank, world_size=world_size).windows[0]
@@ -136,6 +147,6 @@ def get_stuck(rank: int, world_size: int) -> None:
         engine.train_step(window)
 
 
-def test_a_stuck_rank_ends_the_other_when_the_time_of_a_collective_is_up() -> None:
+def test_work_alone_may_take_longer_and_a_stuck_rank_ends_the_other_when_the_time_of_a_collective_is_up() -> None:
     with pytest.raises(DistributedError, match="another rank is gone or stuck"):
         spawn_ranks(get_stuck, 2, timeout_s=240)

@@ -50,6 +50,8 @@ class DistributedConfig:
     """CPU threads of each rank; by default the cores of this machine divided by its ranks."""
     timeout_s: float = 600.0
     """Seconds that a collective may wait for another rank before it is an error."""
+    alone_timeout_s: float = 43_200.0
+    """Seconds that ranks may wait for what one does alone: fetching, encoding, exporting."""
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """ddp: a whole model on each rank. fsdp: one, split over all ranks. hsdp: one per group of shard_ranks."""
     shard_ranks: int | None = None
@@ -76,21 +78,26 @@ class DistributedConfig:
             )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"distributed.threads is {self.threads}", fix="give 1 or more, or none")
-        if self.timeout_s <= 0:
-            raise ConfigError(
-                f"distributed.timeout_s is {self.timeout_s}", fix="give a positive number of seconds"
-            )
+        for name in ("timeout_s", "alone_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"distributed.{name} is {getattr(self, name)}", fix="give a positive number of seconds"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """This process's place in the run; ``group`` None is the default group (or no group at all)."""
+    """This process's place in the run; ``group`` None is the default group (or no group at all).
+
+    ``patient`` is a group of the same ranks, on the CPU, that waits for what a rank does alone; None: ``group``.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = _CPU
     group: dist.ProcessGroup | None = None
+    patient: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -130,6 +137,8 @@ def distributed_session(config: DistributedConfig | None = None) -> Iterator[Run
     else:
         if owns_group:
             dist.destroy_process_group()
+        elif runtime.patient is not None:
+            dist.destroy_process_group(runtime.patient)
 
 
 def _join(config: DistributedConfig, owns_group: bool) -> Runtime:
@@ -143,7 +152,14 @@ def _join(config: DistributedConfig, owns_group: bool) -> Runtime:
     _set_threads(config.threads, local_world_size)
     if not dist.is_initialized():
         return Runtime(device=device)
-    return Runtime(rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device)
+    world_size = dist.get_world_size()
+    patient = None
+    if world_size > 1:
+        # gloo on any device: on a GPU a wait would be a kernel, and its end that of the process.
+        patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.alone_timeout_s))
+    return Runtime(
+        rank=dist.get_rank(), local_rank=local_rank, world_size=world_size, device=device, patient=patient
+    )
 
 
 def _choose_device(kind: str, local_rank: int) -> torch.device:
@@ -192,12 +208,16 @@ def broadcast_from_main(value: T, runtime: Runtime) -> T:
     return box[0]
 
 
-def gather_objects(value: T, runtime: Runtime) -> list[T]:
-    """Return every rank's ``value`` in rank order, on every rank."""
+def gather_objects(value: T, runtime: Runtime, *, patiently: bool = False) -> list[T]:
+    """Return every rank's ``value`` in rank order, on every rank.
+
+    ``patiently`` after work whose time differs between ranks: its limit is ``alone_timeout_s``.
+    """
     if runtime.world_size == 1:
         return [value]
     gathered: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(gathered, value, group=runtime.group)
+    group = runtime.patient if patiently and runtime.patient is not None else runtime.group
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -208,10 +228,12 @@ def _message_device(runtime: Runtime) -> torch.device | None:
 def check_ranks_agree(values: Mapping[str, object], runtime: Runtime) -> None:
     """Compare facts that every rank must share (windows, parameters, configuration), once, before the start.
 
+    Waits patiently: loading and encoding came before it.
+
     Raises:
         DistributedError: on every rank, naming what differs and its value on each rank.
     """
-    everyone = gather_objects(dict(values), runtime)
+    everyone = gather_objects(dict(values), runtime, patiently=True)
     for name in sorted({name for one in everyone for name in one}):
         seen = [one.get(name) for one in everyone]
         if any(value != seen[0] for value in seen):
@@ -226,6 +248,8 @@ def check_ranks_agree(values: Mapping[str, object], runtime: Runtime) -> None:
 def all_ranks_or_none(action: Callable[[], T], runtime: Runtime) -> T:
     """Run ``action`` on this rank; when it raises on any rank, raise on all of them instead of hanging.
 
+    Ranks that are done wait for the others up to ``alone_timeout_s``.
+
     Returns:
         This rank's result.
     """
@@ -235,7 +259,7 @@ def all_ranks_or_none(action: Callable[[], T], runtime: Runtime) -> T:
         result = action()
     except Exception as caught:
         error = caught
-    messages = gather_objects(None if error is None else str(error), runtime)
+    messages = gather_objects(None if error is None else str(error), runtime, patiently=True)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
