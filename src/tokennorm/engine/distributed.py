@@ -157,6 +157,7 @@ def _join(config: DistributedConfig, owns_group: bool) -> Runtime:
     if world_size > 1:
         # gloo on any device: on a GPU a wait would be a kernel, and its end that of the process.
         patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.alone_timeout_s))
+        assert isinstance(patient, dist.ProcessGroup), "every rank is a member"
     return Runtime(
         rank=dist.get_rank(), local_rank=local_rank, world_size=world_size, device=device, patient=patient
     )
