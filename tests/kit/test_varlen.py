@@ -230,7 +230,7 @@ def test_what_a_layer_asks_for_is_refused_in_the_forward_pass(option: str, value
 
 def test_a_rank_without_weights_gets_it_unchecked() -> None:
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(shrunk_config(transformers.LlamaConfig))
+        model = transformers.LlamaForCausalLM(shrunk_config(transformers.LlamaConfig()))
     with pytest.raises(PatchError):
         use_varlen_attention(copy.deepcopy(model))
     use_varlen_attention(model, compare=False)
