@@ -35,6 +35,9 @@ class ModelConfig:
     """Rows of logits held at once; by default a memory budget decides. Changes memory, not results."""
     autocast: Literal["none", "bfloat16", "float16"] = "none"
     """Compute in this, with float32 weights, gradients and reductions. float16 scales the loss (GradScaler)."""
+    attention: Literal["auto", "varlen", "model"] = "auto"
+    """Of packed rows. varlen: inside their documents only, by the kernel of PyTorch for that on a GPU, one by one
+    on a CPU. model: the model's own, with a square mask. auto: varlen where the model can have it."""
     gradient_checkpointing: bool = False
     """Compute each block again in backward instead of keeping what it held: less memory, a third more time."""
     compile: bool = False
@@ -44,6 +47,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require(self.autocast in ("none", "bfloat16", "float16"), "model.autocast", self.autocast, "a half dtype")
+        attentions = ("auto", "varlen", "model")
+        _require(self.attention in attentions, "model.attention", self.attention, " or ".join(attentions))
+        _require(
+            self.attention != "varlen" or not self.compile,
+            "model.attention",
+            self.attention,
+            "auto or model with model.compile: its documents are of other lengths in each micro-batch",
+        )
         _require(
             self.autocast == "none" or self.dtype != "float64",
             "model.autocast",

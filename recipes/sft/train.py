@@ -42,6 +42,7 @@ from tokennorm.recipes.common import load_causal_lm
 from tokennorm.recipes.common.guard import build_kit, guard_identity
 from tokennorm.recipes.common.quiet import quiet_transformers
 from tokennorm.recipes.sft.adapters import export_lora
+from tokennorm.recipes.sft.attention import choose_attention
 from tokennorm.recipes.sft.config import SftConfig
 from tokennorm.recipes.sft.datasets import Datasets, RunWindows, build_datasets, eval_batches
 from tokennorm.recipes.sft.modelling import adapt, place
@@ -146,6 +147,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
             dataset.check_fits(model)
     kit = build_kit(config.guard, runtime, empty_window=config.train.empty_window)
     objective = CausalLMObjective(groups=datasets.groups)
+    choose_attention(model, config, runtime.device, say=say)
     if config.data.packing:
         require_isolated_documents(
             model, batch_size=config.data.micro_batch_size, forward_options=objective.model_kwargs
