@@ -79,7 +79,7 @@ def _head(runs: Sequence[Trained]) -> list[str]:
         f"# {last} steps of SmolLM2-135M on pydoc: float32, bfloat16, two ranks",
         "",
         f"`python -m benchmarks.sft_smollm2`, trained on commit {first.about['git']['commit'][:7]}. "
-        f"{platform.machine()} with AVX-512 and AMX in bfloat16, 2 shared cores, one thread per rank, Python "
+        f"{_processor()}, 2 cores that others used too, one thread per rank, Python "
         f"{first.about['python']}, torch {versions['torch'].split('+')[0]} (CPU), transformers "
         f"{versions['transformers']}.",
         "",
@@ -89,6 +89,17 @@ def _head(runs: Sequence[Trained]) -> list[str]:
         f"{held_out['eval_effective_tokens']:,} supervised ones of {held_out['eval_total_tokens']:,}.",
         "",
     ]
+
+
+def _processor() -> str:
+    """Kind of processor, and which instructions for bfloat16 it has."""
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.machine()
+    name = next((line.partition(":")[2].strip() for line in about.splitlines() if "model name" in line), "")
+    found = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in about]
+    return f"{platform.machine()} ({name}, {' and '.join(found) or 'no instructions for bfloat16'})"
 
 
 def _held_out(runs: Sequence[Trained]) -> list[str]:
