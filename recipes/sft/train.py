@@ -31,6 +31,7 @@ from tokennorm.engine import (
     distributed_session,
     evaluate,
     export_pretrained,
+    frozen_fingerprint,
     is_sharded,
     precision_notes,
     reshard,
@@ -62,6 +63,7 @@ class SftJob:
         datasets: the encoded chats.
         held_out: this rank's evaluation batches.
         identity: what a checkpoint of this run must have in common with it.
+        frozen: fingerprint of the weights that don't learn, which checkpoints leave out.
     """
 
     engine: Engine
@@ -71,6 +73,7 @@ class SftJob:
     datasets: Datasets
     held_out: Sequence[Batch]
     identity: dict[str, Any]
+    frozen: str | None = None
 
     def evaluate(self) -> EvalReport:
         """Evaluate on all ranks."""
@@ -98,7 +101,11 @@ def run(config: SftConfig) -> SftResult:
         progress.total_steps = job.total_steps
         run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
         store = CheckpointStore(
-            run_folder.checkpoints, identity=job.identity, runtime=runtime, keep_last=config.loop.keep_last
+            run_folder.checkpoints,
+            identity=job.identity,
+            runtime=runtime,
+            keep_last=config.loop.keep_last,
+            frozen=job.frozen,
         )
         if config.run.resume:
             _resume(job, store, run_folder, progress)
@@ -163,7 +170,8 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
     if config.train.max_steps is not None:
         total_steps = min(total_steps, config.train.max_steps)
     identity = _identity(config, datasets, total_steps)
-    check_ranks_agree({**identity, "torch": torch.__version__}, runtime)
+    frozen = frozen_fingerprint(model)
+    check_ranks_agree({**identity, "torch": torch.__version__, "frozen": frozen}, runtime)
     wrapped = place(model, config, runtime)
     for note in precision_notes(wrapped, precision):
         say(f"note: {note}")
@@ -198,6 +206,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         datasets=datasets,
         held_out=held_out,
         identity=identity,
+        frozen=frozen,
     )
 
 

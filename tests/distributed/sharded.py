@@ -142,15 +142,20 @@ def strategies(rank: int, world_size: int) -> dict[str, Any]:
 
 def lonely_token(rank: int, world_size: int) -> Case:
     """A head in its own unit, one supervised token on one rank and a thousand on each of the others."""
-    plain = make_model()
+    plain, samples = make_model(), lonely_samples(world_size)
+    engine, optimizer = build(rank, world_size, STRATEGIES["HSDP 2x2, head apart"], plain)
+    batch = collate_padded([samples[rank]], pad_token_id=0)
+    return measure(engine, optimizer, [batch], by_definition(plain, samples, torch.float64), max_norm=None)
+
+
+def lonely_samples(world_size: int) -> list[Sample]:
+    """One supervised token for rank 0, a thousand for each other rank."""
     samples = []
     for owner in range(world_size):
         size = (2 if owner == 0 else 1001,)
         ids = torch.randint(1, VOCABULARY, size, generator=torch.Generator().manual_seed(owner))
         samples.append(Sample(input_ids=ids, supervised=torch.ones_like(ids) > 0, source=f"rank {owner}"))
-    engine, optimizer = build(rank, world_size, STRATEGIES["HSDP 2x2, head apart"], plain)
-    batch = collate_padded([samples[rank]], pad_token_id=0)
-    return measure(engine, optimizer, [batch], by_definition(plain, samples, torch.float64), max_norm=None)
+    return samples
 
 
 def tied(rank: int, world_size: int) -> tuple[int, float]:
@@ -330,4 +335,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     """All checks in one spawn: starting the processes costs more than they do."""
-    return {name: check(rank, world_size) for name, check in CHECKS.items()}
+    from tests.distributed import sharded_lora
+
+    checks = {**CHECKS, "adapters": sharded_lora.everything}
+    return {name: check(rank, world_size) for name, check in checks.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.distributed import sharded
@@ -16,10 +17,13 @@ from tokennorm.engine.sharding import decoder_blocks, shard_mesh
 from tokennorm.errors import ConfigError, DistributedError
 from tokennorm.testing import spawn_ranks
 
+# The first test waits for all checks on all four ranks.
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return [result.value for result in spawn_ranks(sharded.everything, 4, timeout_s=280)]
+    return [result.value for result in spawn_ranks(sharded.everything, 4, timeout_s=580)]
 
 
 @pytest.mark.parametrize("name", sharded.STRATEGIES)
@@ -45,6 +49,26 @@ def test_one_supervised_token_against_a_thousand_does_not_hang(ranks: list[dict[
         print(f"one token against a thousand          error {result['lonely token'].error:.1e}")
         assert result["lonely token"].tokens == 3001
         assert result["lonely token"].error < 1e-12
+
+
+def test_adapters_on_a_split_frozen_base_are_exact(ranks: list[dict[str, Any]]) -> None:
+    for found in (result["adapters"] for result in ranks):
+        assert len(found["cases"]) == 6
+        for name, case in found["cases"].items():
+            print(f"adapters: {name:<52} error {case.error:.1e}  norm {case.norm_error:.1e}")
+            assert case.error < 1e-12, name
+            assert case.norm_error < 1e-12, name
+        assert found["cases"]["one token against a thousand"].tokens == 3001
+        assert found["frozen"], "the base is split, in units, and gets no gradient"
+        assert found["mistake"] > 0.4
+
+
+def test_a_unit_may_hold_a_half_precision_base_and_float32_adapters(ranks: list[dict[str, Any]]) -> None:
+    for found in (result["adapters"]["mixed"] for result in ranks):
+        for name, (error, naive, dtypes) in found.items():
+            print(f"adapters: {name:<52} error {error:.1e}  naive {naive:.1e}")
+            assert 1e-5 < error <= 1.5 * naive, name
+            assert dtypes == {torch.float32}
 
 
 def test_a_tied_head_stays_in_the_root_unit(ranks: list[dict[str, Any]]) -> None:

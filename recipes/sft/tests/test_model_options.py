@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from recipes.sft.tests.tiny import tiny_config
 from tokennorm.engine import DistributedConfig, LoopConfig
+from tokennorm.engine.checkpoint_tensors import read_index
 from tokennorm.errors import CheckpointError
 from tokennorm.recipes.sft import run
 from tokennorm.recipes.sft.config import LoraConfig, ModelConfig, RunConfig, TrainConfig
@@ -26,12 +27,24 @@ def short(folder: Path, name: str, **changes: Any) -> Any:
     return tiny_config(folder, name, **{"run": settings, "train": TrainConfig(max_steps=2), **changes})
 
 
-def split_on_rank(rank: int, world_size: int, folder: str) -> tuple[float | None, float | None]:
-    config = DistributedConfig(strategy="fsdp", head_unit="own", accumulate="sharded")
-    settings = RunConfig(dir=str(Path(folder) / "split"))
-    loop = LoopConfig(save_every=1)
-    result = run(short(Path(folder), "split", distributed=config, run=settings, loop=loop))
-    return result.before, result.after
+SPLIT = DistributedConfig(strategy="fsdp", head_unit="own", accumulate="sharded")
+ADAPTED = LoraConfig(rank=4, export="adapter")
+
+
+def split_on_rank(rank: int, world_size: int, folder: str) -> list[tuple[float | None, float | None]]:
+    losses = []
+    for name, lora in {"split": LoraConfig(), "split-adapted": ADAPTED}.items():
+        settings, loop = RunConfig(dir=str(Path(folder) / name)), LoopConfig(save_every=1)
+        result = run(short(Path(folder), name, distributed=SPLIT, run=settings, loop=loop, lora=lora))
+        losses.append((result.before, result.after))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def split_losses(tiny_folder: Path) -> list[list[tuple[float | None, float | None]]]:
+    """Losses before and after: of each run, on each of two ranks."""
+    ranks = [result.value for result in spawn_ranks(split_on_rank, 2, str(tiny_folder), timeout_s=280)]
+    return [list(run) for run in zip(*ranks, strict=True)]
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
@@ -39,12 +52,12 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_split_run_trains_and_exports_the_same_model(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, split_losses: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = run(short(tiny_folder, "whole"))
-    for result in spawn_ranks(split_on_rank, 2, str(tiny_folder), timeout_s=280):
-        assert result.value[0] == pytest.approx(one.before, rel=1e-10)
-        assert result.value[1] == pytest.approx(one.after, rel=1e-6)
+    for before, after in split_losses[0]:
+        assert before == pytest.approx(one.before, rel=1e-10)
+        assert after == pytest.approx(one.after, rel=1e-6)
     start = AutoModelForCausalLM.from_pretrained(tiny_folder / "model", dtype=torch.float64).state_dict()
     weights = exported(tiny_folder / "whole")
     for name, weight in exported(tiny_folder / "split").items():
@@ -65,6 +78,43 @@ def test_a_split_run_trains_and_exports_the_same_model(
     assert "micro_batch_size: 1 there, 3 here" in capsys.readouterr().out
     for name, weight in exported(tiny_folder / "split").items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-7)
+
+
+def test_adapters_on_a_split_base_are_saved_without_it_and_go_on_in_one_process(
+    tiny_folder: Path, split_losses: Any
+) -> None:
+    one = run(short(tiny_folder, "adapted-whole", lora=ADAPTED))
+    for before, after in split_losses[1]:
+        assert before == pytest.approx(one.before, rel=1e-10)
+        assert after == pytest.approx(one.after, rel=1e-6)
+    folder = tiny_folder / "split-adapted"
+    whole = load_file(tiny_folder / "adapted-whole" / "export" / "adapter_model.safetensors")
+    assert len(whole) == 2 * 7 * 2
+    assert all(weight.norm() > 1e-3 for weight in whole.values()), "both matrices have learned"
+
+    def check() -> None:
+        split = load_file(folder / "export" / "adapter_model.safetensors")
+        assert split.keys() == whole.keys()
+        for name, weight in split.items():
+            torch.testing.assert_close(weight, whole[name], rtol=1e-5, atol=1e-7)
+
+    check()
+    saved = read_index(folder / "checkpoints" / "step-00000001")
+    assert len(saved) == 4 * len(whole), "the adapters, and two moments and a count for each"
+    assert all("lora_" in name for name in saved)
+    shutil.rmtree(folder / "checkpoints" / "step-00000002")
+    resume = RunConfig(dir=str(folder), resume=True)
+    # A base of which one weight is another one.
+    shutil.copytree(tiny_folder / "model", tiny_folder / "other-model")
+    weights = load_file(tiny_folder / "other-model" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, tiny_folder / "other-model" / "model.safetensors", metadata={"format": "pt"})
+    other = ModelConfig(path=str(tiny_folder / "other-model"), dtype="float64")
+    with pytest.raises(CheckpointError, match=r"frozen weights: SHA-256 .{12} there, .{12} here"):
+        run(short(tiny_folder, "split-adapted", run=resume, lora=ADAPTED, model=other))
+    again = run(short(tiny_folder, "split-adapted", run=resume, lora=ADAPTED))
+    assert again.after == pytest.approx(one.after, rel=1e-6)
+    check()
 
 
 def test_a_float16_run_with_adapters_exports_the_merged_model(tiny_folder: Path) -> None:

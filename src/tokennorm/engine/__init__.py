@@ -1,6 +1,7 @@
 """The training engine: one exact optimizer step, and the run around it. It knows no data and no model family."""
 
 from tokennorm.engine.checkpoint import CheckpointStore
+from tokennorm.engine.checkpoint_state import frozen_fingerprint
 from tokennorm.engine.clipping import clip_gradients
 from tokennorm.engine.distributed import (
     DistributedConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "evaluate",
     "export_pretrained",
     "format_step_line",
+    "frozen_fingerprint",
     "is_sharded",
     "learning_rate_factor",
     "move_to_device",

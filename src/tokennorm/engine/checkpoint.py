@@ -55,6 +55,8 @@ class CheckpointStore:
         runtime: this process's place among the ranks.
         keep_last: complete checkpoints to keep.
         keep_best: keep also the one with the lowest held-out loss.
+        frozen: :func:`~tokennorm.engine.frozen_fingerprint` of the model. Given, frozen weights are left out of
+            the checkpoints, which then go only with a model that has the same ones; None saves all weights.
     """
 
     def __init__(
@@ -65,13 +67,14 @@ class CheckpointStore:
         runtime: Runtime | None = None,
         keep_last: int = 2,
         keep_best: bool = False,
+        frozen: str | None = None,
     ) -> None:
         self.folder = Path(folder)
         fixed = dict(identity or {})
         self.layout = states.flatten(fixed.pop("layout", {}))
         self.identity = states.flatten(fixed)
         self.runtime = runtime or Runtime()
-        self.keep_last, self.keep_best = keep_last, keep_best
+        self.keep_last, self.keep_best, self.frozen = keep_last, keep_best, frozen
         self._best_loss: float | None = None
         self._best_known = False
 
@@ -120,12 +123,13 @@ class CheckpointStore:
         """
         step, runtime = engine.step, self.runtime
         hidden = self.folder / f".partial-{files.folder_name(step)}"
-        tensors = {**states.model_tensors(engine), **states.optimizer_tensors(engine)}
+        whole = self.frozen is None
+        tensors = {**states.model_tensors(engine, frozen=whole), **states.optimizer_tensors(engine)}
         own = {"rng": capture_rng_state(engine.device), "loader": dict(loader_state or {})}
 
         def begin() -> None:
             if runtime.is_main:
-                files.begin(self.folder, step, states.tensor_bytes(engine))
+                files.begin(self.folder, step, states.tensor_bytes(engine, frozen=whole))
 
         def write() -> dict[str, object]:
             written = [hidden / _of_rank(runtime.rank)]
@@ -186,8 +190,9 @@ class CheckpointStore:
         manifest, shared, own = all_ranks_or_none(lambda: self._read(path, engine), self.runtime)
         index = read_index(path)
         templates = states.optimizer_templates(engine, index)
+        wanted = {**states.model_tensors(engine, frozen=not manifest.get("frozen")), **templates}
         try:
-            load_tensors({**states.model_tensors(engine), **templates}, path, self.runtime)
+            load_tensors(wanted, path, self.runtime)
         except CheckpointException as error:
             raise CheckpointError(
                 f"the tensors of {path} could not be read: {error}", why="the model in memory is now incomplete"
@@ -209,7 +214,11 @@ class CheckpointStore:
         differences = states.compare_values(manifest["identity"], json.loads(json.dumps(self.identity)))
         if not differences:
             shared = files.read_archive(path, _STATE)
-            differences = states.compare_tensors(read_index(path), engine)
+            frozen = manifest.get("frozen")
+            if frozen not in (None, self.frozen):
+                here = "none" if self.frozen is None else self.frozen[:12]
+                differences = [f"frozen weights: SHA-256 {frozen[:12]} there, {here} here"]
+            differences += states.compare_tensors(read_index(path), engine, frozen=not frozen)
             differences += states.compare_groups(shared, engine)
             if not differences:
                 return manifest, shared, self._own(path, manifest["world_size"])
@@ -258,6 +267,7 @@ class CheckpointStore:
             "held_out_loss": held_out_loss,
             "identity": self.identity,
             "layout": self.layout,
+            **({"frozen": self.frozen} if self.frozen else {}),
         }
 
     def _losses(self) -> dict[Path, float]:

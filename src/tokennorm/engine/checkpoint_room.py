@@ -32,7 +32,7 @@ def check_room(store: CheckpointStore, engine: Engine, *, saves: int, say: Calla
     Raises:
         CheckpointError: not even one fits. Ranks other than the first raise DistributedError.
     """
-    each = tensor_bytes(engine)
+    each = tensor_bytes(engine, frozen=store.frozen is None)
 
     def check() -> None:
         there = len(files.checkpoint_folders(store.folder))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokennorm.engine.checkpoint_tensors import Description, describe
 from tokennorm.engine.distributed import unwrap_model
@@ -20,6 +21,7 @@ __all__ = [
     "compare_tensors",
     "compare_values",
     "flatten",
+    "frozen_fingerprint",
     "model_tensors",
     "optimizer_templates",
     "optimizer_tensors",
@@ -33,17 +35,38 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-def model_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return ``model.NAME`` -> parameter or persistent buffer, the engine's own storage; a tied one once."""
+def model_tensors(engine: Engine, *, frozen: bool = True) -> dict[str, Tensor]:
+    """Return ``model.NAME`` -> parameter or persistent buffer, the engine's own storage; a tied one once.
+
+    Without ``frozen``, only what can change: buffers and the parameters that learn.
+    """
     model = unwrap_model(engine.model)
     reshard(model)
+    changing = _changing(model)
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in seen:
+        if isinstance(value, Tensor) and id(value) not in seen and (frozen or id(value) in changing):
             seen.add(id(value))
             found[MODEL + _plain(name)] = value.detach()
     return found
+
+
+def frozen_fingerprint(model: nn.Module) -> str | None:
+    """Return a SHA-256 of the names and values of all that never changes: frozen parameters, and what else the
+    state dict holds of them (the scales of quantised ones). None when every parameter learns.
+
+    Call it before the model is wrapped; the values are read on the CPU.
+    """
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    changing, digest = _changing(model), hashlib.sha256()
+    for name, value in sorted(model.state_dict(keep_vars=True).items()):
+        if isinstance(value, Tensor) and id(value) not in changing:
+            digest.update(f"{_plain(name)} {tuple(value.shape)} {value.dtype}\n".encode())
+            plain = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(plain.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def optimizer_tensors(engine: Engine) -> dict[str, Tensor]:
@@ -56,9 +79,9 @@ def optimizer_tensors(engine: Engine) -> dict[str, Tensor]:
     return found
 
 
-def tensor_bytes(engine: Engine) -> int:
+def tensor_bytes(engine: Engine, *, frozen: bool = True) -> int:
     """Return the bytes of all tensors, those of a split model over all ranks."""
-    tensors = (*model_tensors(engine).values(), *optimizer_tensors(engine).values())
+    tensors = (*model_tensors(engine, frozen=frozen).values(), *optimizer_tensors(engine).values())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -121,9 +144,9 @@ def restore_plain_state(engine: Engine, state: Mapping[str, Any], tensors: Mappi
         engine.token_loss_kit.loss_guard.load_state_dict(state["guard"])
 
 
-def compare_tensors(index: Mapping[str, Description], engine: Engine) -> list[str]:
+def compare_tensors(index: Mapping[str, Description], engine: Engine, *, frozen: bool = True) -> list[str]:
     """Name the tensors of the model that are not the same there and here."""
-    own = {name: describe(tensor) for name, tensor in model_tensors(engine).items()}
+    own = {name: describe(tensor) for name, tensor in model_tensors(engine, frozen=frozen).items()}
     saved = {name: value for name, value in index.items() if name.startswith(MODEL)}
 
     def words(state: Mapping[str, Description], name: str) -> str:
@@ -199,6 +222,11 @@ def _group_names(engine: Engine) -> list[list[str]]:
         ]
         for number, group in enumerate(engine.optimizer.param_groups)
     ]
+
+
+def _changing(model: nn.Module) -> set[int]:
+    learning = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return {id(value) for value in (*learning, *model.buffers())}
 
 
 def _plain(name: str) -> str:

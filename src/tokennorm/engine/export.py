@@ -52,8 +52,11 @@ def export_pretrained(
 
 
 def _gathered(model: nn.Module) -> dict[str, Any]:
-    """The whole weights, on rank 0's CPU."""
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    """The whole weights, on rank 0's CPU; those of the adapters alone when that is all that will be written."""
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(model, "peft_config")
+    )
+    state = get_model_state_dict(model, options=options)
     # Tied weights come as copies; what is saved must know that they are one.
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
