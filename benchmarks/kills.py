@@ -28,6 +28,7 @@ from tokennorm.engine import (
     checkpoint,
     checkpoint_files,
     evaluate,
+    resume_run,
     seed_everything,
     train,
 )
@@ -89,9 +90,7 @@ def attempt(folder: Path, kill: tuple[str, int, int] | None) -> None:
     windows = ToyWindows(repeat=STEPS // 4)
     run = RunFolder(folder, resume=True)
     store = CheckpointStore(run.checkpoints, identity={"steps": STEPS})
-    if store.latest() is not None:
-        windows.load_state_dict(store.restore(engine))
-    run.forget_after(engine.step if store.latest() else -1)
+    resume_run(engine, windows, store, run)
     if kill is not None:
         plant(*kill, engine)
     train(

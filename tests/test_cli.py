@@ -256,6 +256,13 @@ def test_the_command_to_go_on_names_the_folder_and_the_ranks(monkeypatch: pytest
     started = ["train", "dspark", "--run.dir", "runs/d"]
     assert go_on(started, Path("runs/d/train")) == "tokennorm train dspark --run.dir runs/d --run.resume"
     assert go_on(["draft", "run"], Path("runs/dspark/train")) == "tokennorm draft run"
+    for chosen in (["--run.resume-from", "runs/b/checkpoints/step-00000003"], ["--run.resume_from=elsewhere"]):
+        # Saved by the run itself: from there. Stopped before it saved anything: from where it came.
+        own, foreign = Path("runs/d/train/checkpoints/step-00000004"), Path("runs/b/checkpoints/step-00000003")
+        command = go_on([*started, *chosen], Path("runs/d/train"), own)
+        assert command == "tokennorm train dspark --run.dir runs/d --run.resume"
+        command = go_on([*started, *chosen], Path("runs/d/train"), foreign)
+        assert command == f"tokennorm train dspark --run.dir runs/d --run.resume-from {foreign}"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

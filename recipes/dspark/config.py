@@ -263,8 +263,15 @@ class RunConfig:
     """Answers, cache, training, evaluation and export go here, a folder or file each."""
     resume: bool = False
     """Go on from the training's newest checkpoint (from the beginning if there is none yet)."""
+    resume_from: str | None = None
+    """Go on from this checkpoint (a step-... folder), of this run or of another with the same settings."""
     checkpoints: bool = True
     """Save checkpoints of the training, at the end and at loop.save_every."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run continues one, rather than being new."""
+        return self.resume or self.resume_from is not None
 
 
 @dataclass(frozen=True, kw_only=True)

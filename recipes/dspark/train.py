@@ -34,6 +34,8 @@ from tokennorm.engine import (
     check_ranks_agree,
     distributed_session,
     evaluate,
+    require_checkpoint,
+    resume_run,
     seed_everything,
     train,
     wrap_ddp,
@@ -99,15 +101,19 @@ def run(config: DSparkConfig) -> DSparkResult:
     folder = StageFolder.of(config.run.dir)
     with distributed_session(config.distributed) as runtime:
         progress = ProgressPrinter(0, enabled=runtime.is_main, shown=SHOWN)
-        run_folder = RunFolder(folder.train, runtime=runtime, resume=config.run.resume)
+        run_folder = RunFolder(folder.train, runtime=runtime, resume=config.run.goes_on)
+        if config.run.resume_from is not None:
+            require_checkpoint(config.run.resume_from, runtime)
         job = prepare(config, runtime, say=progress.say)
         progress.total_steps = job.total_steps
-        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
         store = CheckpointStore(
             run_folder.checkpoints, identity=job.identity, runtime=runtime, keep_last=config.loop.keep_last
         )
-        if config.run.resume:
-            _resume(job, store, run_folder, progress)
+        if config.run.goes_on:
+            resume_run(
+                job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say
+            )
+        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
         job.engine.on_refused = RefusedFolder(
             run_folder.path / "refused",
             runtime=runtime,
@@ -270,14 +276,3 @@ def _windows(
         world_size=runtime.world_size,
     )
     return DraftWindows(loader, config.train.epochs, maker=maker, states=states)
-
-
-def _resume(job: DSparkJob, store: CheckpointStore, run_folder: RunFolder, progress: ProgressPrinter) -> None:
-    latest = store.latest()
-    if latest is None:
-        progress.say("no checkpoint yet: starting from the beginning")
-    else:
-        job.windows.load_state_dict(store.restore(job.engine, latest, say=progress.say))
-        progress.say(f"resumed from {latest}")
-    # Without a checkpoint everything comes again, the evaluation before the first step included.
-    run_folder.forget_after(job.engine.step if latest else -1)

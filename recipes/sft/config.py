@@ -193,6 +193,8 @@ class RunConfig:
     """Folder for the configuration, metrics.jsonl, checkpoints and export; by default runs/sft-DATE-TIME."""
     resume: bool = False
     """Go on from the newest checkpoint in run.dir (from the beginning if there is none yet)."""
+    resume_from: str | None = None
+    """Go on from this checkpoint (a step-... folder), of this run or of another with the same settings."""
     checkpoints: bool = True
     """Save checkpoints, at the end and at loop.save_every."""
     export: bool = True
@@ -208,6 +210,11 @@ class RunConfig:
                 "run.resume is on, but run.dir does not say which run", fix="add --run.dir runs/NAME"
             )
         _require(self.answer_tokens >= 1, "run.answer_tokens", self.answer_tokens, "1 or more")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run continues one, rather than being new."""
+        return self.resume or self.resume_from is not None
 
 
 @dataclass(frozen=True, kw_only=True)

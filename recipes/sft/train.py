@@ -34,7 +34,9 @@ from tokennorm.engine import (
     frozen_fingerprint,
     is_sharded,
     precision_notes,
+    require_checkpoint,
     reshard,
+    resume_run,
     seed_everything,
     train,
     unwrap_model,
@@ -96,10 +98,11 @@ def run(config: SftConfig) -> SftResult:
     with distributed_session(config.distributed) as runtime:
         progress = ProgressPrinter(0, enabled=runtime.is_main)
         folder = broadcast_from_main(config.run.dir or time.strftime("runs/sft-%Y%m%d-%H%M%S"), runtime)
-        run_folder = RunFolder(folder, runtime=runtime, resume=config.run.resume)
+        run_folder = RunFolder(folder, runtime=runtime, resume=config.run.goes_on)
+        if config.run.resume_from is not None:
+            require_checkpoint(config.run.resume_from, runtime)
         job = prepare(config, runtime, say=progress.say)
         progress.total_steps = job.total_steps
-        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
         store = CheckpointStore(
             run_folder.checkpoints,
             identity=job.identity,
@@ -107,8 +110,11 @@ def run(config: SftConfig) -> SftResult:
             keep_last=config.loop.keep_last,
             frozen=job.frozen,
         )
-        if config.run.resume:
-            _resume(job, store, run_folder, progress)
+        if config.run.goes_on:
+            resume_run(
+                job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say
+            )
+        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
         job.engine.on_refused = RefusedFolder(
             run_folder.path / "refused", runtime=runtime, limit=config.guard.files, decode=job.tokenizer.decode
         )
@@ -248,17 +254,6 @@ def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[s
         "optim": resolved["optim"],
         "train": {**resolved["train"], "max_steps": total_steps},
     }
-
-
-def _resume(job: SftJob, store: CheckpointStore, run_folder: RunFolder, progress: ProgressPrinter) -> None:
-    latest = store.latest()
-    if latest is None:
-        progress.say("no checkpoint yet: starting from the beginning")
-    else:
-        job.windows.load_state_dict(store.restore(job.engine, latest, say=progress.say))
-        progress.say(f"resumed from {latest}")
-    # Without a checkpoint everything comes again, the evaluation before the first step included.
-    run_folder.forget_after(job.engine.step if latest else -1)
 
 
 def _answer(job: SftJob, config: SftConfig, runtime: Runtime, progress: ProgressPrinter, when: str) -> None:

@@ -10,6 +10,7 @@ __all__ = [
     "AuditError",
     "CheckpointError",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataError",
     "DistributedError",
     "EmptyWindowError",
@@ -95,6 +96,10 @@ class NoSupervisedTokenError(DataError):
 
 class CheckpointError(TokenNormError, RuntimeError):
     """A checkpoint that can't be written, read, or doesn't belong to this run."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not what was saved: a file is missing, cut or changed."""
 
 
 class RunFolderError(TokenNormError, OSError):

@@ -37,7 +37,8 @@ def write(
 
 def read(path: Path) -> dict[str, object]:
     manifest = read_manifest(path)
-    files.check_files(path, manifest)
+    files.check_lengths(path, manifest)
+    files.check_contents(path, manifest)
     return manifest
 
 
@@ -72,6 +73,18 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     prune(tmp_path, 2)
     assert names(tmp_path) == ["step-00000010", "step-00000100"]
     assert sorted(os.listdir(tmp_path)) == names(tmp_path)
+
+
+def test_what_is_not_whole_is_not_kept_in_place_of_what_is(tmp_path: Path) -> None:
+    for step in (3, 6, 9, 12):
+        write(tmp_path, step)
+    cut(tmp_path / "step-00000009")
+    garble(tmp_path / "step-00000012")
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000009", "step-00000012"]
+    write(tmp_path, 15)
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000006", "step-00000009", "step-00000012", "step-00000015"]
 
 
 def test_a_save_killed_halfway_is_invisible_and_cleaned_up(
@@ -180,9 +193,9 @@ def test_ranks_share_the_work_of_checking(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     flip(path)
     manifest = read_manifest(path)
-    files.check_files(path, manifest, part=0, parts=2)
+    files.check_contents(path, manifest, part=0, parts=2)
     with pytest.raises(CheckpointError, match=r"contents of optimizer\.pt"):
-        files.check_files(path, manifest, part=1, parts=2)
+        files.check_contents(path, manifest, part=1, parts=2)
 
 
 def test_code_in_an_archive_is_never_run(tmp_path: Path) -> None:

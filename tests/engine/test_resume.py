@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engine.toy import ToyLM, ToyWindows, build_engine, weights
 from tests.engine.toy_run import IDENTITY, Killed, asks_in, dies_in, fingerprint, numbers, start
@@ -20,6 +21,7 @@ from tokennorm.engine import (
     ProgressPrinter,
     RunFolder,
     RunStopped,
+    checkpoint_files,
     evaluate,
     train,
 )
@@ -55,6 +57,16 @@ def on_ranks(rank: int, world_size: int, folder: str) -> Any:
     # Both ranks die in the same step: what a killed job looks like to its checkpoints.
     with contextlib.suppress(Killed):
         start(Path(folder) / "killed", **place, disturb=dies_in(7))
+    if rank == 0:
+        # A file that rank 1 compares, so that only that rank sees the damage.
+        path = Path(folder) / "killed" / "checkpoints" / "step-00000006" / "__0_0.distcp"
+        data = bytearray(path.read_bytes())
+        data[-2000] ^= 1
+        path.write_bytes(data)
+    else:
+        # A shared file system may show a rank what was there a while ago.
+        checkpoint_files.checkpoint_folders = lambda _: []
+    dist.barrier()
     killed = fingerprint(start(Path(folder) / "killed", **place, resume=True))
     # One rank only gets a signal.
     config = LoopConfig(eval_every=7)
@@ -80,6 +92,7 @@ def test_two_ranks_killed_or_stopped_resume_bitwise(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert {line["memory_bytes"] for line in lines if "loss" in line} == {1001}, "of the rank that takes most"
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert list((tmp_path / "killed" / "checkpoints").glob("set-aside-*/step-00000006")), "passed over by both"
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "evaluated")
 
 
@@ -128,7 +141,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(tmp_path: Pa
 
 
 def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
-    assert "no complete checkpoint" in refused(tmp_path, build_engine(ToyLM(dtype=torch.float32)))
+    assert "there is no checkpoint in" in refused(tmp_path, build_engine(ToyLM(dtype=torch.float32)))
 
 
 def test_the_best_is_kept_besides_the_last(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tokennorm.engine import (
     RunFolder,
     Runtime,
     evaluate,
+    resume_run,
     seed_everything,
     train,
     unwrap_model,
@@ -68,6 +69,8 @@ def start(
     rank: int = 0,
     world_size: int = 1,
     resume: bool = False,
+    checkpoint: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
     disturb: Disturbance = lambda *_: None,
     config: LoopConfig | None = None,
 ) -> Engine:
@@ -80,8 +83,7 @@ def start(
     run = RunFolder(folder, runtime=runtime, resume=resume)
     store = CheckpointStore(run.checkpoints, identity=IDENTITY, runtime=runtime)
     if resume:
-        windows.load_state_dict(store.restore(engine))
-        run.forget_after(engine.step)
+        resume_run(engine, windows, store, run, checkpoint=checkpoint, say=say)
     objective = CausalLMObjective()
 
     def disturbed(model: Any, batch: Any) -> Any:

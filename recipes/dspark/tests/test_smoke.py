@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from recipes.dspark.tests.tiny import tiny_config, write_answers
 from tokennorm import cli
 from tokennorm.draft import load_drafter
-from tokennorm.engine import Engine
-from tokennorm.errors import ConfigError
+from tokennorm.engine import Engine, OptimConfig
+from tokennorm.errors import CheckpointError, ConfigError
 from tokennorm.recipes.dspark import DSparkResult, run
 from tokennorm.recipes.dspark.config import RunConfig
 from tokennorm.testing import spawn_ranks
@@ -36,6 +36,9 @@ def one(tiny_folder: Path) -> DSparkResult:
 
 # What a step cost differs from run to run.
 TIMES = ("seconds", "data_wait", "memory_bytes")
+
+# What tells of a run besides its checkpoints.
+FILES = ("run.json", "config.json", "metrics.jsonl")
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -102,6 +105,13 @@ def test_a_killed_training_resumes_to_the_same_weights(
     with pytest.raises(ConfigError, match="already holds a run"):
         run(tiny_config(tiny_folder, "killed"))
     resume = RunConfig(dir=str(tiny_folder / "killed"), resume=True)
+    written = {name: (tiny_folder / "killed" / "train" / name).read_bytes() for name in FILES}
+    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.01 there, 0\.5 here"):
+        run(tiny_config(tiny_folder, "killed", run=resume, optim=OptimConfig(lr=0.5)))
+    for name, content in written.items():
+        assert (tiny_folder / "killed" / "train" / name).read_bytes() == content, (
+            f"{name} is the run's, not the refused one's"
+        )
     result = run(tiny_config(tiny_folder, "killed", run=resume))
     assert (result.before, result.after, result.steps) == (None, one.after, one.steps)
     assert "step-00000016" in capsys.readouterr().out

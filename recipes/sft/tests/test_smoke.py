@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.sft.tests.tiny import tiny_config
-from tokennorm.engine import CausalLMObjective, Engine, Runtime, evaluate
+from tokennorm.engine import CausalLMObjective, Engine, OptimConfig, Runtime, evaluate
+from tokennorm.errors import CheckpointError
 from tokennorm.kit import apply_chunked_token_loss_patch
 from tokennorm.recipes.sft import SftResult, prepare, run
 from tokennorm.recipes.sft.config import RunConfig
@@ -33,6 +34,9 @@ def one(tiny_folder: Path) -> SftResult:
 
 # What a step cost differs from run to run.
 TIMES = ("seconds", "data_wait", "memory_bytes")
+
+# What tells of a run besides its checkpoints.
+FILES = ("run.json", "config.json", "metrics.jsonl")
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -121,6 +125,13 @@ def test_a_killed_run_resumes_to_the_same_weights(
         with pytest.raises(Killed):
             run(tiny_config(tiny_folder, "killed"))
     resume = RunConfig(dir=str(tiny_folder / "killed"), resume=True, question="say beta 1 times", answer_tokens=4)
+    written = {name: (tiny_folder / "killed" / name).read_bytes() for name in FILES}
+    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.01 there, 0\.5 here"):
+        run(tiny_config(tiny_folder, "killed", run=resume, optim=OptimConfig(lr=0.5)))
+    for name, content in written.items():
+        assert (tiny_folder / "killed" / name).read_bytes() == content, (
+            f"{name} is the run's, not the refused one's"
+        )
     result = run(tiny_config(tiny_folder, "killed", run=resume))
     assert (result.before, result.after, result.steps) == (None, one.after, one.steps)
     assert records(result.folder, "step") == records(one.folder, "step")

@@ -10,19 +10,34 @@ from pathlib import Path
 __all__ = ["go_on"]
 
 
-def go_on(arguments: Sequence[str], folder: Path | None) -> str:
+def go_on(arguments: Sequence[str], folder: Path | None, checkpoint: Path | None = None) -> str:
     """Return the command that resumes a run.
 
     Args:
         arguments: after the program's name, as the run was started.
         folder: its run folder, which may have been named for the time of its start.
+        checkpoint: from which it goes on; one outside the folder is named again.
     """
-    rest = [one for one in arguments if one not in ("--run.resume", "--run.no-resume")]
+    rest = _without(arguments, "--run.resume-from", "--run.resume_from")
+    rest = [one for one in rest if one not in ("--run.resume", "--run.no-resume")]
     if rest[:1] == ["train"]:
         if rest[1:2] == ["sft"] and folder is not None and not any(one.startswith("--run.dir") for one in rest):
             rest += ["--run.dir", str(folder)]
-        rest.append("--run.resume")
+        if folder is None or checkpoint is None or folder in checkpoint.parents:
+            rest.append("--run.resume")
+        else:
+            rest += ["--run.resume-from", str(checkpoint)]
     return shlex.join([*_program(), *rest])
+
+
+def _without(arguments: Sequence[str], *options: str) -> list[str]:
+    """The arguments without these options and their value, be it the next argument or behind an equals sign."""
+    kept, after = [], False
+    for one in arguments:
+        if not after and one.split("=")[0] not in options:
+            kept.append(one)
+        after = one in options
+    return kept
 
 
 def _program() -> list[str]:

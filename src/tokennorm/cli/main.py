@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import tokennorm
 from tokennorm.cli.go_on import go_on
@@ -89,8 +90,10 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"\n{interrupt or 'interrupted'}", file=sys.stderr, flush=True)
-            if getattr(interrupt, "checkpoint", None) is not None:
-                print(f"go on with: {go_on(arguments, getattr(interrupt, 'folder', None))}", file=sys.stderr)
+            checkpoint: Path | None = getattr(interrupt, "checkpoint", None)
+            if checkpoint is not None:
+                command = go_on(arguments, getattr(interrupt, "folder", None), checkpoint)
+                print(f"go on with: {command}", file=sys.stderr)
         # A run that ended on request says how: 143 for SIGTERM, 130 for SIGINT.
         return getattr(interrupt, "exit_code", 130)
     except Exception as error:

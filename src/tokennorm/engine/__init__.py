@@ -1,6 +1,7 @@
 """The training engine: one exact optimizer step, and the run around it. It knows no data and no model family."""
 
 from tokennorm.engine.checkpoint import CheckpointStore
+from tokennorm.engine.checkpoint_choice import require_checkpoint
 from tokennorm.engine.checkpoint_state import frozen_fingerprint
 from tokennorm.engine.clipping import clip_gradients
 from tokennorm.engine.distributed import (
@@ -23,6 +24,7 @@ from tokennorm.engine.optim import OptimConfig, build_optimizer, build_scheduler
 from tokennorm.engine.precision import AutocastObjective, autocast_dtype, build_scaler, precision_notes
 from tokennorm.engine.progress import ProgressPrinter, format_step_line
 from tokennorm.engine.refused import RefusedFolder, RefusedMicroBatch
+from tokennorm.engine.resume import resume_run
 from tokennorm.engine.rng import capture_rng_state, restore_rng_state, seed_everything
 from tokennorm.engine.run_folder import RunFolder, config_to_dict
 from tokennorm.engine.sharding import decoder_blocks, is_sharded, reshard, wrap_fsdp, wrap_model
@@ -70,8 +72,10 @@ __all__ = [
     "learning_rate_factor",
     "move_to_device",
     "precision_notes",
+    "require_checkpoint",
     "reshard",
     "restore_rng_state",
+    "resume_run",
     "seed_everything",
     "set_gradient_sync",
     "train",

@@ -17,6 +17,8 @@ import torch
 
 from tokennorm.engine import checkpoint_files as files
 from tokennorm.engine import checkpoint_state as states
+from tokennorm.engine.checkpoint_choice import newest_sound, require_sound
+from tokennorm.engine.checkpoint_ranks import continuation_notes, of_rank, own_state
 from tokennorm.engine.checkpoint_tensors import (
     CheckpointException,
     load_tensors,
@@ -57,6 +59,9 @@ class CheckpointStore:
         keep_best: keep also the one with the lowest held-out loss.
         frozen: :func:`~tokennorm.engine.frozen_fingerprint` of the model. Given, frozen weights are left out of
             the checkpoints, which then go only with a model that has the same ones; None saves all weights.
+
+    Attributes:
+        current: the checkpoint that this process saved or loaded last, the same on every rank.
     """
 
     def __init__(
@@ -77,11 +82,12 @@ class CheckpointStore:
         self.keep_last, self.keep_best, self.frozen = keep_last, keep_best, frozen
         self._best_loss: float | None = None
         self._best_known = False
+        self.current: Path | None = None
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None."""
-        folders = files.checkpoint_folders(self.folder)
-        return folders[-1] if folders else None
+        """Return the newest checkpoint that looks whole, or None; as this rank sees it, contents not compared."""
+        whole = files.whole_checkpoints(self.folder)
+        return whole[-1] if whole else None
 
     def best(self) -> Path | None:
         """Return the complete checkpoint with the lowest held-out loss, or None when no loss was saved."""
@@ -132,7 +138,7 @@ class CheckpointStore:
                 files.begin(self.folder, step, states.tensor_bytes(engine, frozen=whole))
 
         def write() -> dict[str, object]:
-            written = [hidden / _of_rank(runtime.rank)]
+            written = [hidden / of_rank(runtime.rank)]
             files.write_archive(written[0], own)
             if runtime.is_main:
                 files.write_archive(hidden / _STATE, states.plain_state(engine))
@@ -162,12 +168,40 @@ class CheckpointStore:
         if runtime.is_main:
             best = self.best() if self.keep_best else None
             files.prune(self.folder, self.keep_last, () if best is None else (best,))
-        return self.folder / files.folder_name(step)
+        self.current = self.folder / files.folder_name(step)
+        return self.current
+
+    def choose(
+        self, checkpoint: Path | str | None = None, *, say: Callable[[str], None] = lambda _: None
+    ) -> Path | None:
+        """Return the newest undamaged checkpoint, or the given one; the same on every rank, which all call it.
+
+        None when the run has none at all. ``say`` is told of each that is passed over.
+
+        Raises:
+            DamagedCheckpointError: the given one is damaged, or all are.
+        """
+        if checkpoint is None:
+            return newest_sound(self.folder, self.runtime, say)
+        return require_sound(Path(checkpoint), self.runtime)
 
     def restore(
         self, engine: Engine, checkpoint: Path | str | None = None, *, say: Callable[[str], None] = lambda _: None
     ) -> dict[str, Any]:
-        """Load a checkpoint into ``engine`` (the newest by default) and return this rank's loader state.
+        """Do :meth:`choose` and :meth:`load`.
+
+        Raises:
+            CheckpointError: there is none, or see there.
+        """
+        path = self.choose(checkpoint, say=say)
+        if path is None:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}", fix="start the run without resuming")
+        return self.load(engine, path, say=say)
+
+    def load(
+        self, engine: Engine, checkpoint: Path, *, say: Callable[[str], None] = lambda _: None
+    ) -> dict[str, Any]:
+        """Load an undamaged checkpoint into ``engine`` and return this rank's loader state.
 
         Everything is checked before anything is changed. The number of ranks may be another one, and so may what
         ``identity`` has under ``layout``: the same windows follow in the same order, but sums are rounded in
@@ -175,27 +209,22 @@ class CheckpointStore:
 
         Args:
             engine: built as for the run that was saved.
-            checkpoint: its folder; the newest by default.
+            checkpoint: from :meth:`choose`.
             say: told in a line each what makes the continuation not bit for bit the same.
 
         Raises:
-            CheckpointError: none there, damaged, or of another run: model, data or configuration differ. The
-                differences are named.
+            CheckpointError: of another run: model, data or configuration differ. The differences are named.
         """
-        path = broadcast_from_main(self.latest() if checkpoint is None else Path(checkpoint), self.runtime)
-        if path is None:
-            raise CheckpointError(
-                f"there is no complete checkpoint in {self.folder}", fix="start the run without resuming"
-            )
-        manifest, shared, own = all_ranks_or_none(lambda: self._read(path, engine), self.runtime)
-        index = read_index(path)
+        manifest, shared, own = all_ranks_or_none(lambda: self._read(checkpoint, engine), self.runtime)
+        index = read_index(checkpoint)
         templates = states.optimizer_templates(engine, index)
         wanted = {**states.model_tensors(engine, frozen=not manifest.get("frozen")), **templates}
         try:
-            load_tensors(wanted, path, self.runtime)
+            load_tensors(wanted, checkpoint, self.runtime)
         except CheckpointException as error:
             raise CheckpointError(
-                f"the tensors of {path} could not be read: {error}", why="the model in memory is now incomplete"
+                f"the tensors of {checkpoint} could not be read: {error}",
+                why="the model in memory is now incomplete",
             ) from error
         states.restore_plain_state(engine, shared, templates)
         engine.step = manifest["step"]
@@ -203,14 +232,18 @@ class CheckpointStore:
             restore_rng_state(own["rng"], engine.device)
         else:
             continue_rng_state(own["rng"], self.runtime.rank)
-        for note in self._notes(manifest):
+        for note in continuation_notes(manifest, self.layout, self.runtime):
             say(f"note: {note}")
+        self.current = checkpoint
         return own["loader"]
 
+    def set_aside_after(self, step: int) -> Path | None:
+        """Move the checkpoints of later steps out of sight; the folder they are in now, on rank 0."""
+        return files.set_aside(self.folder, step) if self.runtime.is_main else None
+
     def _read(self, path: Path, engine: Engine) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Check everything; return the manifest, what belongs to all ranks, and this rank's own state."""
+        """Compare everything; return the manifest, what belongs to all ranks, and this rank's own state."""
         manifest = files.read_manifest(path)
-        files.check_files(path, manifest, part=self.runtime.rank, parts=self.runtime.world_size)
         differences = states.compare_values(manifest["identity"], json.loads(json.dumps(self.identity)))
         if not differences:
             shared = files.read_archive(path, _STATE)
@@ -221,7 +254,7 @@ class CheckpointStore:
             differences += states.compare_tensors(read_index(path), engine, frozen=not frozen)
             differences += states.compare_groups(shared, engine)
             if not differences:
-                return manifest, shared, self._own(path, manifest["world_size"])
+                return manifest, shared, own_state(path, manifest["world_size"], self.runtime)
         shown = differences[:_DIFFERENCES_SHOWN]
         if len(differences) > len(shown):
             shown.append(f"and {len(differences) - len(shown)} more")
@@ -230,34 +263,6 @@ class CheckpointStore:
             why="resuming continues exactly the run that was saved; with other settings it would be neither run",
             fix="resume with the settings in the run folder's config.json, or start a new run from its export",
         )
-
-    def _own(self, path: Path, ranks: int) -> dict[str, Any]:
-        """This rank's state; a rank that was not there gets rank 0's, as its place in the data must be."""
-        rank, here = self.runtime.rank, self.runtime.world_size
-        if ranks == here:
-            return files.read_archive(path, _of_rank(rank))
-        everyone = [files.read_archive(path, _of_rank(one)) for one in range(ranks)]
-        if not all(_same(one["loader"], everyone[0]["loader"]) for one in everyone):
-            raise CheckpointError(
-                f"the checkpoint {path} was saved by {ranks} ranks that were each at a place of their own in the "
-                f"data, and this run has {here}",
-                why="other ranks can go on only from a place that all of them share",
-                fix=f"resume on {ranks} ranks",
-            )
-        return everyone[rank if rank < ranks else 0]
-
-    def _notes(self, manifest: Mapping[str, Any]) -> list[str]:
-        """What makes the continuation not bit for bit the undisturbed run's."""
-        notes = []
-        if manifest["world_size"] != self.runtime.world_size:
-            notes.append(f"saved by {manifest['world_size']} ranks, resumed by {self.runtime.world_size}")
-        notes += states.compare_values(manifest["layout"], json.loads(json.dumps(self.layout)))
-        for name, here in (("threads", torch.get_num_threads()), ("torch", torch.__version__)):
-            if manifest[name] != here:
-                notes.append(f"{name}: {manifest[name]} there, {here} here")
-        if notes:
-            notes.append("the same samples follow in the same order; weights agree up to rounding and dropout")
-        return notes
 
     def _facts(self, held_out_loss: float | None) -> dict[str, Any]:
         return {
@@ -298,18 +303,3 @@ class CheckpointStore:
             save_tensors(tensors, hidden, self.runtime)
         except CheckpointException as error:
             raise files.write_error([one for one, _ in error.failures.values()], self.folder, step) from error
-
-
-def _of_rank(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equality of nested plain values and tensors."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)

@@ -17,13 +17,23 @@ from typing import Any
 
 import torch
 
-from tokennorm.errors import CheckpointError
+from tokennorm.engine.checkpoint_names import (
+    REPLACED,
+    TEMPORARY,
+    checkpoint_folders,
+    folder_name,
+    remove_leftovers,
+    set_aside,
+    settle,
+)
+from tokennorm.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [
     "FORMAT",
     "MARGIN_BYTES",
     "begin",
-    "check_files",
+    "check_contents",
+    "check_lengths",
     "checkpoint_folders",
     "commit",
     "discard",
@@ -32,23 +42,19 @@ __all__ = [
     "prune",
     "read_archive",
     "read_manifest",
+    "set_aside",
+    "settle",
     "sync_file",
+    "whole_checkpoints",
     "write_archive",
     "write_error",
 ]
 
 FORMAT = 2
 _MANIFEST = "manifest.json"
-_PREFIX = "step-"
-_TEMPORARY = ".partial-"
 _CHUNK = 1 << 24
 # Room for the archives' headers, the manifest and the file system's own bookkeeping.
 MARGIN_BYTES = 4 << 20
-
-
-def folder_name(step: int) -> str:
-    """Return the name of a step's checkpoint."""
-    return f"{_PREFIX}{step:08d}"
 
 
 def begin(folder: Path, step: int, needed: int) -> Path:
@@ -63,13 +69,14 @@ def begin(folder: Path, step: int, needed: int) -> Path:
         OSError: no room, or the folder can't be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    settle(folder)
+    remove_leftovers(folder)
     free = shutil.disk_usage(folder).free
     if free < needed + MARGIN_BYTES:
         raise OSError(
             errno.ENOSPC, f"{needed + MARGIN_BYTES:,} bytes are needed and {free:,} are free", str(folder)
         )
-    temporary = folder / f"{_TEMPORARY}{folder_name(step)}"
+    temporary = folder / f"{TEMPORARY}{folder_name(step)}"
     temporary.mkdir()
     return temporary
 
@@ -94,17 +101,19 @@ def commit(temporary: Path, step: int, facts: Mapping[str, object], files: Mappi
     _write_bytes(temporary / _MANIFEST, json.dumps(manifest, indent=1).encode())
     _sync_folder(temporary)
     if target.exists():
-        # A damaged one of the same step: out of the readers' sight first, deleted with the leftovers.
-        target.rename(folder / f"{_TEMPORARY}replaced-{target.name}")
+        # One of the same step, without its loss perhaps. Whoever is killed between the two renames leaves it to
+        # settle().
+        target.rename(folder / f"{REPLACED}{target.name}")
     temporary.rename(target)
     _sync_folder(folder)
-    _remove_leftovers(folder)
+    remove_leftovers(folder)
     return target
 
 
 def discard(folder: Path, step: int) -> None:
     """Delete what a failed save wrote."""
-    shutil.rmtree(folder / f"{_TEMPORARY}{folder_name(step)}", ignore_errors=True)
+    settle(folder)
+    shutil.rmtree(folder / f"{TEMPORARY}{folder_name(step)}", ignore_errors=True)
 
 
 def write_archive(path: Path, payload: object) -> None:
@@ -159,7 +168,7 @@ def write_error(errors: Iterable[BaseException], folder: Path, step: int) -> Che
             deeper for deeper in (link.__cause__, link.__context__) if deeper is not None and deeper not in links
         ]
     cause = next((link for link in reversed(links) if isinstance(link, OSError)), links[0])
-    intact = checkpoint_folders(folder)
+    intact = whole_checkpoints(folder)
     full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
     return CheckpointError(
         f"the checkpoint of step {step} could not be written to {folder}: {cause}",
@@ -170,46 +179,47 @@ def write_error(errors: Iterable[BaseException], folder: Path, step: int) -> Che
     )
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Delete what a killed save left behind."""
-    for leftover in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints with a readable manifest and all files at their length, the oldest step first."""
+    return [path for path in checkpoint_folders(folder) if _looks_whole(path)]
 
 
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first (a partial one has another name)."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+def _looks_whole(checkpoint: Path) -> bool:
+    try:
+        check_lengths(checkpoint, read_manifest(checkpoint))
+    except CheckpointError:
+        return False
+    return True
 
 
 def prune(folder: Path, keep_last: int, keep: Collection[Path] = ()) -> None:
-    """Delete all but the newest ``keep_last`` checkpoints and those in ``keep``.
+    """Delete all whole checkpoints but the newest ``keep_last`` and those in ``keep``.
 
-    Each disappears from view before it is deleted.
+    Each disappears from view before it is deleted. What is not whole neither counts nor is touched.
     """
-    for old in checkpoint_folders(folder)[:-keep_last]:
+    for old in whole_checkpoints(folder)[:-keep_last]:
         if old in keep:
             continue
-        hidden = folder / f"{_TEMPORARY}old-{old.name}"
+        hidden = folder / f"{TEMPORARY}old-{old.name}"
         old.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; its files are looked at by :func:`check_files`.
+    """Return the manifest of a checkpoint; its files are looked at by :func:`check_lengths` and the next.
 
     Raises:
-        CheckpointError: no checkpoint, one of another format, or a manifest that can't be read.
+        DamagedCheckpointError: no manifest, or one that can't be read.
+        CheckpointError: another format.
     """
     path = checkpoint / _MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
         _, found = manifest["files"], manifest["format"]
     except FileNotFoundError:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{checkpoint} is no complete checkpoint: it has no {_MANIFEST}",
-            fix="give a run folder, or one of the step-... folders under its checkpoints/",
+            fix="give one of the step-... folders under a run's checkpoints/",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(checkpoint, f"{_MANIFEST} can't be read ({error})") from error
@@ -221,26 +231,39 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(checkpoint: Path, manifest: Mapping[str, Any], *, part: int = 0, parts: int = 1) -> None:
-    """Compare the files with the manifest: all lengths, and the contents of every ``parts``-th file.
+def check_lengths(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Look whether all files of the manifest are there, as long as they were written.
 
     Raises:
-        CheckpointError: damage; the file is named.
+        DamagedCheckpointError: the file is named.
     """
-    for index, (name, entry) in enumerate(sorted(manifest["files"].items())):
+    for name, entry in manifest["files"].items():
         path = checkpoint / name
         if not path.is_file():
             raise _damaged(checkpoint, f"{name} is missing")
         size = path.stat().st_size
         if size != entry["bytes"]:
             raise _damaged(checkpoint, f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
-        if index % parts == part and file_entry(path) != entry:
+
+
+def check_contents(checkpoint: Path, manifest: Mapping[str, Any], *, part: int = 0, parts: int = 1) -> None:
+    """Compare the contents of every ``parts``-th file with the manifest.
+
+    Raises:
+        DamagedCheckpointError: the file is named.
+    """
+    for name, entry in sorted(manifest["files"].items())[part::parts]:
+        try:
+            found = file_entry(checkpoint / name)
+        except OSError as error:
+            raise _damaged(checkpoint, f"{name} can't be read ({error})") from error
+        if found != entry:
             raise _damaged(checkpoint, f"the contents of {name} are not what was written (SHA-256 differs)")
 
 
-def _damaged(checkpoint: Path, detail: str) -> CheckpointError:
+def _damaged(checkpoint: Path, detail: str) -> DamagedCheckpointError:
     others = [path.name for path in checkpoint_folders(checkpoint.parent) if path.name != checkpoint.name]
-    return CheckpointError(
+    return DamagedCheckpointError(
         f"the checkpoint {checkpoint} is damaged: {detail}",
         why="training on from it would silently train other weights",
         fix=f"resume from another one ({', '.join(others)}), or copy it again" if others else "copy it again",

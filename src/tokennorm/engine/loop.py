@@ -149,7 +149,7 @@ def train(
             return None
         loss = held_out.loss_after(engine.step)
         if engine.step == start and not (unmeasured and loss is not None):
-            return checkpoints.latest()
+            return checkpoints.current
         return checkpoints.save(engine, loader_state=windows.state_dict(), held_out_loss=loss)
 
     def end_if_asked(number: int) -> None:
@@ -222,6 +222,6 @@ def _signals(
         except RunStopped:
             raise
         except KeyboardInterrupt:
-            latest = None if checkpoints is None else checkpoints.latest()
+            latest = None if checkpoints is None else checkpoints.current
             saved = f"the last checkpoint is {latest}" if latest else "nothing was saved"
             raise KeyboardInterrupt(f"interrupted at step {engine.step}/{total_steps}; {saved}") from None
