@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tokennorm.draft.states.cache import (
     fill_cache,
 )
 from tokennorm.draft.states.capture import HiddenStateCapture
-from tokennorm.draft.states.files import plan_shards
+from tokennorm.draft.states.files import plan_shards, write_manifest
 from tokennorm.draft.states.spec import CacheSpec, fingerprint_target, fingerprint_tokenizer
 from tokennorm.errors import ConfigError, DataError
 
@@ -210,6 +211,20 @@ def test_folders_that_are_no_cache_are_refused(tmp_path: Path) -> None:
     (folder / "states-00001.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(DataError, match="can't be read"):
         HiddenStateCache(folder)[2]
+
+
+def test_another_rank_starts_the_same_cache_in_the_same_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, listed = target(), Path.iterdir
+
+    def list_after_the_other_rank(folder: Path) -> Iterator[Path]:
+        write_manifest(folder, spec_of(model), [len(document.input_ids) for document in documents()])
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", list_after_the_other_rank)
+    fill_cache(model, documents(), tmp_path, spec_of(model))
+    assert len(HiddenStateCache(tmp_path)) == len(documents())
 
 
 def test_packed_rows_and_workers(tmp_path: Path) -> None:

@@ -283,9 +283,12 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 def _prepare(folder: Path, spec: CacheSpec, lengths: Sequence[int], missing_tokens: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # The list before the look at the manifest: other ranks may start this cache in the same moment, and write
+        # the manifest first.
+        foreign = [path for path in folder.iterdir() if not path.name.startswith(".partial-")]
         if (folder / MANIFEST).is_file():
             spec.require(CacheSpec.from_dict(read_manifest(folder)["spec"]), folder)
-        elif any(folder.iterdir()) and not all(path.name.startswith(".partial-") for path in folder.iterdir()):
+        elif foreign:
             raise DataError(f"{folder} holds other files", fix="give a new folder.")
         free, needed = shutil.disk_usage(folder).free, spec.bytes_for(missing_tokens)
         if needed > free:
