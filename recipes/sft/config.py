@@ -241,12 +241,6 @@ class SftConfig:
     """Devices and ranks."""
 
     def __post_init__(self) -> None:
-        if self.model.compile and self.distributed.strategy != "ddp":
-            raise ConfigError(
-                f"model.compile with distributed.strategy {self.distributed.strategy!r}",
-                why="a split model's weights are gathered between its blocks, which one graph can't hold",
-                fix="leave one of them out",
-            )
         if self.model.autocast == "float16" and self.model.dtype != "float32" and self.lora.rank == 0:
             raise ConfigError(
                 f"model.autocast is 'float16' with {self.model.dtype} weights",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from tokennorm.engine import Runtime, autocast_dtype, wrap_model
+from tokennorm.engine import Runtime, autocast_dtype, decoder_blocks, wrap_model
 from tokennorm.errors import ConfigError
 from tokennorm.recipes.sft.adapters import add_lora
 from tokennorm.recipes.sft.config import SftConfig
 
-__all__ = ["adapt", "compile_decoder", "place"]
+__all__ = ["adapt", "compile_blocks", "compile_decoder", "place"]
 
 
 def adapt(model: Any, config: SftConfig) -> Any:
@@ -41,7 +42,7 @@ def place(model: Any, config: SftConfig, runtime: Runtime) -> nn.Module:
     """
     splits = config.distributed.strategy != "ddp" and runtime.world_size > 1
     if config.model.compile:
-        compile_decoder(model, config.model.compile_backend)
+        (compile_blocks if splits else compile_decoder)(model, config.model.compile_backend)
     if not splits:
         nn.Module.to(model, runtime.device)
     model.train()
@@ -63,3 +64,19 @@ def compile_decoder(model: Any, backend: str | Callable[..., Any]) -> None:
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     inner.base_model.compile(backend=backend, dynamic=True)
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any]) -> None:
+    """Compile, in place, what each decoder block computes: for a model that is split into these units.
+
+    FSDP2 gathers a unit in a hook before its forward and frees it in one after, which one graph of the decoder
+    can't hold. The forward of a block is compiled and its call is not, so the hooks stay outside. Blocks of the
+    same code share their graphs, however many they are.
+
+    Args:
+        model: before it is split.
+        backend: of ``torch.compile``, by name or as a function.
+    """
+    for block in decoder_blocks(model):
+        # Not block.compile(): that compiles the call, and every hook would break its graph.
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=True)

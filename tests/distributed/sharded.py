@@ -88,9 +88,13 @@ def full(value: Tensor) -> Tensor:
 def build(
     rank: int, world_size: int, config: DistributedConfig, plain: nn.Module, **options: Any
 ) -> tuple[Engine, KeepsGradients]:
-    """An engine around a copy of ``plain``; every rank but the first begins with other weights."""
+    """An engine around a copy of ``plain``; every rank but the first begins with other weights.
+
+    ``options`` are the engine's, and ``change``: what is done to the copy before it is split.
+    """
     kit = options.pop("kit", None) or TokenNormedLossKit("cpu", world_size)
     model = kit.apply_chunked_token_loss_patch(copy.deepcopy(plain), chunk_size=3)
+    options.pop("change", lambda _: None)(model)
     if rank > 0:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -335,7 +339,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     """All checks in one spawn: starting the processes costs more than they do."""
-    from tests.distributed import sharded_lora
+    from tests.distributed import sharded_compiled, sharded_lora
 
-    checks = {**CHECKS, "adapters": sharded_lora.everything}
+    checks = {**CHECKS, "adapters": sharded_lora.everything, "compiled": sharded_compiled.everything}
     return {name: check(rank, world_size) for name, check in checks.items()}

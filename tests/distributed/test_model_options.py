@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.distributed.exactness import batches_of, by_definition, make_model, relative_error
 from tests.distributed.sharded import LAYOUT, KeepsGradients
-from tokennorm.engine import CausalLMObjective, DistributedConfig, Engine, Runtime, precision_notes
+from tokennorm.engine import CausalLMObjective, Engine, Runtime, precision_notes
 from tokennorm.errors import ConfigError
 from tokennorm.kit import apply_chunked_token_loss_patch
 from tokennorm.recipes.sft.config import LoraConfig, ModelConfig, SftConfig
@@ -148,8 +148,6 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         ModelConfig(dtype="float64", autocast="bfloat16")
     with pytest.raises(ConfigError, match="float16' with bfloat16 weights"):
         SftConfig(model=ModelConfig(dtype="bfloat16", autocast="float16"))
-    with pytest.raises(ConfigError, match=r"compile with distributed\.strategy"):
-        SftConfig(model=ModelConfig(compile=True), distributed=DistributedConfig(strategy="fsdp"))
     plain: Any = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="Linear has no gradient checkpointing"):
         adapt(plain, SftConfig(model=ModelConfig(gradient_checkpointing=True)))

@@ -71,6 +71,19 @@ def test_a_unit_may_hold_a_half_precision_base_and_float32_adapters(ranks: list[
             assert dtypes == {torch.float32}
 
 
+def test_compiled_blocks_of_a_split_model_are_exact(ranks: list[dict[str, Any]]) -> None:
+    for found in (result["compiled"] for result in ranks):
+        assert len(found) == 4
+        for name, compiled in found.items():
+            print(f"compiled blocks: {name:<30} {compiled.graphs} graphs  error {compiled.case.error:.1e}")
+            assert compiled.case.error < 1e-12, name
+            assert compiled.case.norm_error < 1e-12, name
+            assert compiled.same_names
+            # Blocks share their graphs, and no hook breaks them: for one row, for more, and without a gradient;
+            # behind a frozen embedding the first block has graphs of its own.
+            assert 1 <= compiled.graphs <= (6 if "adapters" in name else 3), name
+
+
 def test_a_tied_head_stays_in_the_root_unit(ranks: list[dict[str, Any]]) -> None:
     for units, error in (result["tied"] for result in ranks):
         print(f"tied head                             error {error:.1e}")
