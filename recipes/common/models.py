@@ -26,6 +26,7 @@ def load_causal_lm(
     dtype: torch.dtype | str = torch.float32,
     *,
     require_chat_template: bool = True,
+    quantization: Any = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, ready for training on one device (the CPU; move it yourself).
 
@@ -37,6 +38,7 @@ def load_causal_lm(
             (``smollm2-135m``), which is fetched when it is not there yet.
         dtype: of the weights, or its name.
         require_chat_template: refuse a tokenizer without one.
+        quantization: a ``quantization_config`` of transformers, for frozen weights in few bits.
 
     Raises:
         ConfigError: a missing or incomplete folder, an id that the hub does not know, no connection, no chat
@@ -50,7 +52,10 @@ def load_causal_lm(
     location = _locate(path_or_name)
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, output_loading_info=True)
+            options = {} if quantization is None else {"quantization_config": quantization}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                location, dtype=dtype, output_loading_info=True, **options
+            )
     except Exception as error:
         raise _load_error("the model", path_or_name, location, error) from error
     model, report = loaded

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tokennorm.engine import Runtime, all_ranks_or_none, export_pretrained
+from tokennorm.engine import Runtime, all_ranks_or_none, export_pretrained, unwrap_model
 from tokennorm.errors import ConfigError, MissingDependencyError
 from tokennorm.recipes.common import load_causal_lm
+from tokennorm.recipes.common.quantised import decode_nf4, quantised_layers
 from tokennorm.recipes.sft.config import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ def export_lora(
         if not runtime.is_main:
             return nn.Module()
         plain, _ = load_causal_lm(base.path, base.dtype)
+        # What the adapters have learned on: the decoded weights, not those from before they were quantised.
+        inner: Any = unwrap_model(model)
+        for name, layer in quantised_layers(inner.get_base_model()).items():
+            weight: Any = plain.get_submodule(name).weight
+            weight.data.copy_(decode_nf4(layer.weight))
         with _quiet():
             merged = _peft().PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
         merged.config.use_cache = True

@@ -31,6 +31,9 @@ class ModelConfig:
     """A folder in Hugging Face format, an id of the hub (owner/name), or smollm2-135m, the embedded model."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. Sums of losses are float64 in any case."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Keep the frozen weights of the decoder's linear layers in 4 bits (NF4, by bitsandbytes) and train adapters
+    on them: QLoRA. Products are computed in model.autocast, or else in model.dtype."""
     chunk_size: int | None = None
     """Rows of logits held at once; by default a memory budget decides. Changes memory, not results."""
     autocast: Literal["none", "bfloat16", "float16"] = "none"
@@ -41,12 +44,13 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Compute each block again in backward instead of keeping what it held: less memory, a third more time."""
     compile: bool = False
-    """Compile the decoder; the head and its loss stay as they are. Same gradients. Not with fsdp or hsdp."""
+    """Compile the decoder (with fsdp or hsdp each block); head and loss stay as they are. Same gradients."""
     compile_backend: str = "inductor"
     """Backend of torch.compile; inductor needs a C++ compiler on CPU."""
 
     def __post_init__(self) -> None:
         _require(self.autocast in ("none", "bfloat16", "float16"), "model.autocast", self.autocast, "a half dtype")
+        _require(self.quantize in ("none", "nf4"), "model.quantize", self.quantize, "none or nf4")
         attentions = ("auto", "varlen", "model")
         _require(self.attention in attentions, "model.attention", self.attention, " or ".join(attentions))
         _require(
@@ -65,8 +69,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters that learn on a frozen base. With model.dtype bfloat16 the base takes half the memory, and the
-    adapters are float32 all the same. (A base in 4 bits is not supported.)"""
+    """Adapters that learn on a frozen base. With model.dtype bfloat16 the base takes half the memory, with
+    model.quantize nf4 an eighth, and the adapters are float32 all the same."""
 
     rank: int = 0
     """Rank of the adapters; 0: none, and all weights learn."""
@@ -241,12 +245,32 @@ class SftConfig:
     """Devices and ranks."""
 
     def __post_init__(self) -> None:
+        if self.model.quantize != "none":
+            self._check_quantised()
         if self.model.autocast == "float16" and self.model.dtype != "float32" and self.lora.rank == 0:
             raise ConfigError(
                 f"model.autocast is 'float16' with {self.model.dtype} weights",
                 why="a loss scaler needs weights and gradients that float16 is narrower than",
                 fix="use model.dtype float32, or model.autocast bfloat16",
             )
+
+    def _check_quantised(self) -> None:
+        """Raise a ConfigError where a base in 4 bits can't be."""
+        setting = f"model.quantize is {self.model.quantize!r}"
+        if self.lora.rank == 0:
+            raise ConfigError(
+                f"{setting} without adapters",
+                why="weights in 4 bits can't learn",
+                fix="give lora.rank 1 or more, or model.quantize none",
+            )
+        if self.distributed.strategy != "ddp":
+            raise ConfigError(
+                f"{setting} with distributed.strategy {self.distributed.strategy!r}",
+                why="packed weights and their scales can't be split apart",
+                fix="use ddp (each rank holds the base in 4 bits), or a split base with model.dtype bfloat16",
+            )
+        if self.model.dtype == "float64":
+            raise ConfigError(f"{setting} with float64", fix="use model.dtype float32 or bfloat16")
 
 
 def default() -> SftConfig:

@@ -1,4 +1,4 @@
-"""What a run does to the model before it trains: adapters, checkpointing, compiling, wrapping."""
+"""What a run does to the model before it trains: loading, adapters, checkpointing, compiling, wrapping."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from torch import nn
 
 from tokennorm.engine import Runtime, autocast_dtype, decoder_blocks, wrap_model
 from tokennorm.errors import ConfigError
+from tokennorm.recipes.common import load_causal_lm
+from tokennorm.recipes.common.quantised import keep_frozen, nf4_settings, require_true_decoding
 from tokennorm.recipes.sft.adapters import add_lora
-from tokennorm.recipes.sft.config import SftConfig
+from tokennorm.recipes.sft.config import ModelConfig, SftConfig
 
-__all__ = ["adapt", "compile_blocks", "compile_decoder", "place"]
+__all__ = ["adapt", "compile_blocks", "compile_decoder", "load", "place"]
+
+
+def load(config: ModelConfig) -> tuple[Any, Any]:
+    """Load the model, its linear layers in 4 bits if so configured, and its tokenizer.
+
+    Raises:
+        TokenNormError: it is not there, or not what it should be (:func:`load_causal_lm`).
+        ConfigError: bitsandbytes does not compute right with these weights here.
+    """
+    if config.quantize == "none":
+        return load_causal_lm(config.path, config.dtype)
+    compute_dtype = autocast_dtype(config.autocast) or getattr(torch, config.dtype)
+    model, tokenizer = load_causal_lm(config.path, config.dtype, quantization=nf4_settings(compute_dtype))
+    keep_frozen(model)
+    require_true_decoding(model)
+    return model, tokenizer
 
 
 def adapt(model: Any, config: SftConfig) -> Any:

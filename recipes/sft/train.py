@@ -41,14 +41,13 @@ from tokennorm.engine import (
     train,
     unwrap_model,
 )
-from tokennorm.recipes.common import load_causal_lm
 from tokennorm.recipes.common.guard import build_kit, guard_identity
 from tokennorm.recipes.common.quiet import quiet_transformers
 from tokennorm.recipes.sft.adapters import export_lora
 from tokennorm.recipes.sft.attention import choose_attention
 from tokennorm.recipes.sft.config import SftConfig
 from tokennorm.recipes.sft.datasets import Datasets, RunWindows, build_datasets, eval_batches
-from tokennorm.recipes.sft.modelling import adapt, place
+from tokennorm.recipes.sft.modelling import adapt, load, place
 
 __all__ = ["SftJob", "SftResult", "prepare", "run"]
 
@@ -151,7 +150,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         TokenNormError: model, data and configuration don't go together, or ranks differ in them.
     """
     seed_everything(config.train.seed + runtime.rank)
-    model, tokenizer = load_causal_lm(config.model.path, config.model.dtype)
+    model, tokenizer = load(config.model)
     datasets = build_datasets(
         config.data, tokenizer, seed=config.train.seed, say=say, show_progress=runtime.is_main
     )
@@ -250,7 +249,11 @@ def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[s
         **guard_identity(config.guard, layout),
         **({"lora": lora} if config.lora.rank else {}),
         "data": {**datasets.identity(config.data), "tokens": datasets.fingerprint()},
-        "model": {"dtype": config.model.dtype, **({"autocast": autocast} if autocast != "none" else {})},
+        "model": {
+            "dtype": config.model.dtype,
+            **({"autocast": autocast} if autocast != "none" else {}),
+            **({"quantize": config.model.quantize} if config.model.quantize != "none" else {}),
+        },
         "optim": resolved["optim"],
         "train": {**resolved["train"], "max_steps": total_steps},
     }

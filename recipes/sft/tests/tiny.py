@@ -42,7 +42,7 @@ def chats(count: int = 38, seed: int = 0) -> list[list[dict[str, str]]]:
     return found
 
 
-def build_folder(folder: Path) -> Path:
+def build_folder(folder: Path, *, hidden_size: int = 32) -> Path:
     """Write ``model/`` and ``chats.jsonl`` into ``folder``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,8 +61,8 @@ def build_folder(folder: Path) -> Path:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(fast),
-            hidden_size=32,
-            intermediate_size=64,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,7 @@ def _costs(model: nn.Module) -> tuple[float, float, float]:
     if share is None:
         return 0.0, 0.0, 0.0
     body = sum(
-        _per_weight(p) * p.numel() * (share if id(p) in routed else 1.0)
+        _per_weight(p) * _weights(p) * (share if id(p) in routed else 1.0)
         for p in model.parameters()
         if id(p) not in outside
     )
@@ -137,7 +138,7 @@ def _costs(model: nn.Module) -> tuple[float, float, float]:
     layers, hidden = sizes
     assert isinstance(layers, int)
     assert isinstance(hidden, int)
-    return float(body), float(_per_weight(head_weight) * head_weight.numel()), 12.0 * layers * hidden
+    return float(body), float(_per_weight(head_weight) * _weights(head_weight)), 12.0 * layers * hidden
 
 
 def _routed_share(config: Any) -> float | None:
@@ -151,6 +152,12 @@ def _routed_share(config: Any) -> float | None:
 def _per_weight(parameter: Tensor) -> int:
     # A product and a sum forward, as many for the gradient of the input, and for that of the weight.
     return 6 if parameter.requires_grad else 4
+
+
+def _weights(parameter: Tensor) -> int:
+    # One that bitsandbytes has packed holds several in a number.
+    state: Any = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def _mean_length(window: Sequence[Mapping[str, Any]]) -> float:
