@@ -27,6 +27,7 @@ from tokennorm.data.pydoc_set import PydocPair, PydocSet, load_pydoc
 from tokennorm.data.rows import fill_rate, pack, pack_buffered
 from tokennorm.data.sample import IGNORE_INDEX, DatasetStatistics, Sample
 from tokennorm.data.sources import SourceRows, read_source
+from tokennorm.data.streaming import StreamPart, StreamSettings, StreamSource, StreamWindows
 from tokennorm.data.turns import Turn, assistant_turns
 
 __all__ = [
@@ -55,6 +56,10 @@ __all__ = [
     "PydocSet",
     "Sample",
     "SourceRows",
+    "StreamPart",
+    "StreamSettings",
+    "StreamSource",
+    "StreamWindows",
     "TextDocument",
     "Turn",
     "Window",

@@ -210,14 +210,7 @@ class ChatDataset(Sequence[Sample]):
         """
         rows = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportCallIssue]
         for sample in self._samples:
-            largest = int(sample.input_ids.max())
-            if largest >= rows:
-                raise DataError(
-                    f"{sample.source}: token id {largest}, but the model's embedding has {rows} rows",
-                    why="the tokenizer is not the one that the model was made with",
-                    fix="load model and tokenizer from the same folder, or resize the embedding "
-                    "(model.resize_token_embeddings)",
-                )
+            sample.check_vocabulary(rows)
         check_max_length(max(self.lengths), model.config)
 
 

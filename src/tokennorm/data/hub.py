@@ -11,7 +11,15 @@ from typing import Any
 from tokennorm.data.documents import Document, parse_row
 from tokennorm.errors import DataError, MissingDependencyError
 
-__all__ = ["looks_like_an_id", "parse_dataset", "read_hub", "read_saved", "read_tables"]
+__all__ = [
+    "looks_like_an_id",
+    "parse_dataset",
+    "parse_table_row",
+    "read_hub",
+    "read_saved",
+    "read_tables",
+    "used_columns",
+]
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".md", ".parquet", ".csv", ".arrow")
@@ -24,8 +32,8 @@ def looks_like_an_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None and not name.startswith(".") and not name.endswith(_FILE_ENDINGS)
 
 
-def read_hub(identifier: str) -> Any:
-    """Load one split of a data set of the hub.
+def read_hub(identifier: str, *, streaming: bool = False) -> Any:
+    """Load one split of a data set of the hub; ``streaming``: rows are fetched when asked for.
 
     Raises:
         DataError: no such data set, configuration or split, or no connection.
@@ -34,7 +42,7 @@ def read_hub(identifier: str) -> Any:
     name, *rest = identifier.split(":")
     config, split = (rest[0], rest[1]) if len(rest) == 2 else (None, rest[0] if rest else "train")
     try:
-        return datasets.load_dataset(name, config, split=split)
+        return datasets.load_dataset(name, config, split=split, **_streamed(streaming))
     except Exception as error:  # the library raises many kinds: files, network, values
         raise DataError(
             f"can't load {name} (configuration {config or 'default'}, split {split}) from the Hugging Face hub: "
@@ -69,34 +77,40 @@ def read_saved(folder: Path, split: str | None) -> Any:
     return found
 
 
-def read_tables(files: Sequence[Path], ending: str) -> Any:
-    """Load ``.parquet``, ``.csv`` or ``.arrow`` files as one data set.
+def read_tables(files: Sequence[Path], ending: str, *, streaming: bool = False) -> Any:
+    """Load ``.parquet``, ``.csv`` or ``.arrow`` files as one data set; ``streaming``: they are read row by row.
 
     Raises:
         DataError: damaged, or with different columns.
     """
     datasets = _library()
     try:
-        return datasets.load_dataset(ending.lstrip("."), data_files=[str(file) for file in files], split="train")
+        return datasets.load_dataset(
+            ending.lstrip("."), data_files=[str(file) for file in files], split="train", **_streamed(streaming)
+        )
     except Exception as error:
         raise DataError(f"can't load {files[0]} as a table: {_first_line(error)}") from error
 
 
 def parse_dataset(dataset: Iterable[Mapping[str, Any]], name: str) -> tuple[list[Document], list[DataError]]:
     """Documents of the rows, and an error for each bad one, named ``<name>:<row>`` from 0."""
-    columns = getattr(dataset, "column_names", None)
-    if columns is not None and hasattr(dataset, "select_columns"):
-        # Other columns, images for instance, would be decoded for nothing.
-        used = [column for column in columns if column in _KEYS]
-        dataset = dataset.select_columns(used) if used else dataset  # pyright: ignore[reportAttributeAccessIssue]
     documents: list[Document] = []
     errors: list[DataError] = []
-    for number, row in enumerate(dataset):
+    for number, row in enumerate(used_columns(dataset)):
         try:
             documents.append(parse_table_row(row, f"{name}:{number}"))
         except DataError as error:
             errors.append(error)
     return documents, errors
+
+
+def used_columns(dataset: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    """The rows without the columns that nothing is made of: images, for instance, would be decoded for nothing."""
+    columns = getattr(dataset, "column_names", None)
+    if columns is None or not hasattr(dataset, "select_columns"):
+        return dataset
+    used = [column for column in columns if column in _KEYS]
+    return dataset.select_columns(used) if used else dataset  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def parse_table_row(row: Mapping[str, Any], source: str) -> Document:
@@ -131,6 +145,10 @@ def _filled(what: str) -> DataError:
         "would be rendered as if the data said so",
         fix="store tools and arguments as JSON text (json.dumps) in the table",
     )
+
+
+def _streamed(streaming: bool) -> dict[str, bool]:
+    return {"streaming": True} if streaming else {}
 
 
 def _library() -> Any:

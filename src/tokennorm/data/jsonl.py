@@ -11,7 +11,7 @@ from tokennorm.data.conversation import Conversation
 from tokennorm.data.documents import Document, parse_row
 from tokennorm.errors import DataError
 
-__all__ = ["parse_jsonl", "read_jsonl"]
+__all__ = ["check_file", "parse_jsonl", "parse_line", "read_jsonl", "read_text"]
 
 
 def read_jsonl(path: str | PathLike[str]) -> list[Conversation]:
@@ -51,7 +51,7 @@ def parse_jsonl(path: str | PathLike[str]) -> tuple[list[Document], list[DataErr
         if not line.strip():
             continue
         try:
-            documents.append(_parse(line, f"{path.name}:{number}"))
+            documents.append(parse_line(line, f"{path.name}:{number}"))
         except DataError as error:
             errors.append(error)
     if not documents and not errors:
@@ -62,16 +62,25 @@ def parse_jsonl(path: str | PathLike[str]) -> tuple[list[Document], list[DataErr
     return documents, errors
 
 
+def check_file(path: Path) -> None:
+    """Check that a file is there.
+
+    Raises:
+        DataError: it is missing, or no file.
+    """
+    if not path.exists():
+        raise DataError(f"no file {path}", fix="check the path; a relative one starts at the working folder")
+    if not path.is_file():
+        raise DataError(f"{path} is not a file", fix="name one file")
+
+
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file.
 
     Raises:
         DataError: missing, no file, or not UTF-8; the line is named.
     """
-    if not path.exists():
-        raise DataError(f"no file {path}", fix="check the path; a relative one starts at the working folder")
-    if not path.is_file():
-        raise DataError(f"{path} is not a file", fix="name one file")
+    check_file(path)
     try:
         # utf-8-sig: a byte-order mark that some editors write is no part of the first row.
         return path.read_text(encoding="utf-8-sig")
@@ -87,7 +96,12 @@ def _lines(path: Path) -> list[str]:
     return read_text(path).split("\n")
 
 
-def _parse(line: str, source: str) -> Document:
+def parse_line(line: str, source: str) -> Document:
+    """The document of one line.
+
+    Raises:
+        DataError: no JSON object, or no chat and no text in it.
+    """
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tokennorm.data.collating import Collator
 from tokennorm.data.dataset import ChatDataset
-from tokennorm.data.packing import (
-    Batch,
-    CollateOptions,
-    collate_packed,
-    collate_padded,
-    dummy_batch,
-    padded_length,
-)
+from tokennorm.data.packing import Batch
 from tokennorm.data.plan import Position, Window, epoch_order, plan_windows, rank_view
 from tokennorm.data.rows import fill_rate, pack, pack_buffered
 from tokennorm.errors import ConfigError
@@ -79,8 +73,6 @@ class WindowLoader:
         pack_buffer: int | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
-        if pad_to_multiple_of < 1:
-            raise ConfigError(f"pad_to_multiple_of is {pad_to_multiple_of}", fix="give 1 or more tokens")
         self.dataset = dataset
         self.group_names = dataset.groups
         self.pack_buffer, self.order = pack_buffer, order
@@ -90,6 +82,13 @@ class WindowLoader:
         self.pack_length = pack_length
         self.pad_to_multiple_of = pad_to_multiple_of
         self.longest_row = max(dataset.lengths) if pack_length is None else pack_length
+        self._collator = Collator(
+            packed=pack_length is not None,
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=pad_to_multiple_of,
+            longest_row=self.longest_row,
+            group_names=self.group_names,
+        )
         self.shuffle = shuffle
         self.seed = seed
         self.rank = rank
@@ -183,13 +182,5 @@ class WindowLoader:
 
     def _collate(self, micro_batch: tuple[int, ...] | None) -> Batch:
         if micro_batch is None:
-            return dummy_batch(self.pad_token_id, packed=self.packed, grouped=bool(self.group_names))
-        rows = [[self.dataset[i] for i in self._rows[row]] for row in micro_batch]
-        options: CollateOptions = {
-            "pad_token_id": self.pad_token_id,
-            "row_length": padded_length(rows, self.pad_to_multiple_of, self.longest_row),
-            "group_names": self.group_names,
-        }
-        if self.packed:
-            return collate_packed(rows, **options)
-        return collate_padded([row[0] for row in rows], **options)
+            return self._collator(None)
+        return self._collator([[self.dataset[i] for i in self._rows[row]] for row in micro_batch])

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from tokennorm.errors import DataError
+
 __all__ = ["IGNORE_INDEX", "DatasetStatistics", "Sample"]
 
 IGNORE_INDEX = -100
@@ -44,6 +46,21 @@ class Sample:
     def num_supervised(self) -> int:
         """Supervised tokens as the loss sees them: ``(shift_labels() != -100).sum()``."""
         return int(self.supervised[1:].sum())
+
+    def check_vocabulary(self, size: int) -> None:
+        """Check the token ids against the rows of a model's embedding.
+
+        Raises:
+            DataError: an id that has none.
+        """
+        largest = int(self.input_ids.max())
+        if largest >= size:
+            raise DataError(
+                f"{self.source}: token id {largest}, but the model's embedding has {size} rows",
+                why="the tokenizer is not the one that the model was made with",
+                fix="load model and tokenizer from the same folder, or resize the embedding "
+                "(model.resize_token_embeddings)",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

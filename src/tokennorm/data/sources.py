@@ -9,14 +9,13 @@ from pathlib import Path
 
 from tokennorm.data.bad_rows import BadRows
 from tokennorm.data.documents import Document, TextDocument
-from tokennorm.data.hub import looks_like_an_id, parse_dataset, read_hub, read_saved, read_tables
+from tokennorm.data.hub import parse_dataset, read_hub, read_saved, read_tables
 from tokennorm.data.jsonl import parse_jsonl, read_text
+from tokennorm.data.locating import locate
 from tokennorm.errors import DataError
 
 __all__ = ["SourceRows", "read_source"]
 
-TEXT_ENDINGS = (".txt", ".md", ".text")
-TABLE_ENDINGS = (".parquet", ".csv", ".arrow")
 Parsed = tuple[list[Document], list[DataError]]
 
 
@@ -69,52 +68,14 @@ def read_source(path: str | PathLike[str], *, bad_rows: BadRows | None = None) -
 
 
 def _parse(where: str) -> Parsed:
-    path, split = Path(where).expanduser(), None
-    if not path.exists() and ":" in where:
-        name, _, split = where.partition(":")
-        path = Path(name).expanduser()
-    if path.is_dir():
-        return _parse_folder(path, split)
-    if split is not None and path.is_file():
-        raise DataError(f"{path} is one file, it has no split {split!r}", fix="name the file alone")
-    if not path.exists() and looks_like_an_id(where):
-        return parse_dataset(read_hub(where), where)
-    if path.suffix.lower() in TEXT_ENDINGS:
-        return _parse_each([path], _parse_text)
-    if path.suffix.lower() in TABLE_ENDINGS:
-        return parse_dataset(read_tables([path], path.suffix.lower()), path.name)
-    return parse_jsonl(path)
-
-
-def _parse_folder(folder: Path, split: str | None) -> Parsed:
-    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return parse_dataset(read_saved(folder, split), folder.name)
-    found = {
-        ending: files
-        for ending in (".jsonl", ".txt", *TABLE_ENDINGS)
-        if (files := sorted(file for file in folder.iterdir() if file.suffix.lower() == ending and file.is_file()))
-    }
-    if not found:
-        raise DataError(
-            f"the folder {folder} holds no data: no .jsonl, .txt, .parquet or .csv file, and nothing that "
-            "save_to_disk wrote",
-            fix="name the folder that the files lie in",
-        )
-    if len(found) > 1:
-        counts = ", ".join(f"{len(files)} {ending}" for ending, files in found.items())
-        raise DataError(
-            f"the folder {folder} holds files of several kinds: {counts}",
-            why="some would be left out silently",
-            fix="put each kind into a folder of its own, and name both as a mixture",
-        )
-    ((ending, files),) = found.items()
-    if split is not None:
-        raise DataError(f"{folder} is a folder of {ending} files, it has no split {split!r}")
-    if ending == ".jsonl":
-        return _parse_each(files, parse_jsonl)
-    if ending == ".txt":
-        return _parse_each(files, _parse_text)
-    return parse_dataset(read_tables(files, ending), folder.name)
+    found = locate(where)
+    if found.kind == "hub":
+        return parse_dataset(read_hub(where), found.name)
+    if found.kind == "saved":
+        return parse_dataset(read_saved(found.files[0], found.split), found.name)
+    if found.kind == "tables":
+        return parse_dataset(read_tables(found.files, found.files[0].suffix.lower()), found.name)
+    return _parse_each(found.files, _parse_text if found.kind == "text" else parse_jsonl)
 
 
 def _parse_each(files: Sequence[Path], parse: Callable[[Path], Parsed]) -> Parsed:

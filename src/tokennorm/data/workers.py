@@ -18,7 +18,7 @@ from tokennorm.data.encoding import (
     encode_documents,
 )
 
-__all__ = ["encode_in_workers"]
+__all__ = ["encode_in_workers", "with_arrays", "with_tensors"]
 
 DOCUMENTS_PER_TASK = 200
 
@@ -60,7 +60,7 @@ def encode_in_workers(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start, (tokenizer, settings)) as pool:
         for part in pool.map(_encode, tasks):
-            encoded += [_with_tensors(document) for document in part]
+            encoded += [with_tensors(document) for document in part]
             if progress is not None:
                 progress(len(encoded), len(documents))
     return encoded
@@ -75,14 +75,16 @@ def _start(tokenizer: Any, settings: EncodeSettings) -> None:
 def _encode(documents: Sequence[Document]) -> list[EncodedDocument]:
     assert _encoder is not None
     # Arrays travel as bytes, tensors through shared memory, of which there may be little.
-    return [_with_arrays(_encoder.encode(document)) for document in documents]
+    return [with_arrays(_encoder.encode(document)) for document in documents]
 
 
-def _with_arrays(document: EncodedDocument) -> EncodedDocument:
+def with_arrays(document: EncodedDocument) -> EncodedDocument:
+    """The document as it travels between processes."""
     return _replaced(document, tuple((ids.numpy(), mask.numpy()) for ids, mask in document.pieces))
 
 
-def _with_tensors(document: EncodedDocument) -> EncodedDocument:
+def with_tensors(document: EncodedDocument) -> EncodedDocument:
+    """What :func:`with_arrays` made, as it was."""
     return _replaced(document, tuple((torch.tensor(ids), torch.tensor(mask)) for ids, mask in document.pieces))
 
 
