@@ -101,47 +101,51 @@ def run(config: DSparkConfig) -> DSparkResult:
     folder = StageFolder.of(config.run.dir)
     with distributed_session(config.distributed) as runtime:
         progress = ProgressPrinter(0, enabled=runtime.is_main, shown=SHOWN)
-        run_folder = RunFolder(folder.train, runtime=runtime, resume=config.run.goes_on)
-        if config.run.resume_from is not None:
-            require_checkpoint(config.run.resume_from, runtime)
-        job = prepare(config, runtime, say=progress.say)
-        progress.total_steps = job.total_steps
-        store = CheckpointStore(
-            run_folder.checkpoints, identity=job.identity, runtime=runtime, keep_last=config.loop.keep_last
-        )
-        if config.run.goes_on:
-            resume_run(
-                job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say
-            )
-        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
-        job.engine.on_refused = RefusedFolder(
-            run_folder.path / "refused",
-            runtime=runtime,
-            limit=config.guard.files,
-            decode=job.tokenizer.decode,
-            describe=refused_record,
-        )
-        start = time.monotonic()
-        report = train(
-            job.engine,
-            job.windows,
-            total_steps=job.total_steps,
-            config=config.loop,
-            evaluate=job.evaluate if job.has_held_out else None,
-            run=run_folder,
-            checkpoints=store if config.run.checkpoints else None,
-            progress=progress,
-            work=functools.partial(window_flops, job.drafter),
-        )
-        progress.say(
-            f"trained {report.steps} steps on {report.total_tokens:,} tokens in {time.monotonic() - start:.0f} s"
-        )
-        before, after = (None if one is None else one.metrics["tau"] for one in (report.before, report.after))
-        if before is not None and after is not None:
-            progress.say(f"tau on held-out answers, teacher-forced at temperature 1: {before:.2f} -> {after:.2f}")
-        save_drafter(job, config, folder, runtime)
-        progress.say(f"drafter saved in {folder.drafter}")
-        return DSparkResult(folder=folder.drafter, before=before, after=after, steps=job.engine.step)
+        with RunFolder(folder.train, runtime=runtime, resume=config.run.goes_on) as run_folder:
+            return _run_in(run_folder, folder, config, runtime, progress)
+
+
+def _run_in(
+    run_folder: RunFolder, folder: StageFolder, config: DSparkConfig, runtime: Runtime, progress: ProgressPrinter
+) -> DSparkResult:
+    if config.run.resume_from is not None:
+        require_checkpoint(config.run.resume_from, runtime)
+    job = prepare(config, runtime, say=progress.say)
+    progress.total_steps = job.total_steps
+    store = CheckpointStore(
+        run_folder.checkpoints, identity=job.identity, runtime=runtime, keep_last=config.loop.keep_last
+    )
+    if config.run.goes_on:
+        resume_run(job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say)
+    run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
+    job.engine.on_refused = RefusedFolder(
+        run_folder.path / "refused",
+        runtime=runtime,
+        limit=config.guard.files,
+        decode=job.tokenizer.decode,
+        describe=refused_record,
+    )
+    start = time.monotonic()
+    report = train(
+        job.engine,
+        job.windows,
+        total_steps=job.total_steps,
+        config=config.loop,
+        evaluate=job.evaluate if job.has_held_out else None,
+        run=run_folder,
+        checkpoints=store if config.run.checkpoints else None,
+        progress=progress,
+        work=functools.partial(window_flops, job.drafter),
+    )
+    progress.say(
+        f"trained {report.steps} steps on {report.total_tokens:,} tokens in {time.monotonic() - start:.0f} s"
+    )
+    before, after = (None if one is None else one.metrics["tau"] for one in (report.before, report.after))
+    if before is not None and after is not None:
+        progress.say(f"tau on held-out answers, teacher-forced at temperature 1: {before:.2f} -> {after:.2f}")
+    save_drafter(job, config, folder, runtime)
+    progress.say(f"drafter saved in {folder.drafter}")
+    return DSparkResult(folder=folder.drafter, before=before, after=after, steps=job.engine.step)
 
 
 def prepare(config: DSparkConfig, runtime: Runtime, *, say: Callable[[str], None] = lambda _: None) -> DSparkJob:

@@ -97,50 +97,52 @@ def run(config: SftConfig) -> SftResult:
     with distributed_session(config.distributed) as runtime:
         progress = ProgressPrinter(0, enabled=runtime.is_main)
         folder = broadcast_from_main(config.run.dir or time.strftime("runs/sft-%Y%m%d-%H%M%S"), runtime)
-        run_folder = RunFolder(folder, runtime=runtime, resume=config.run.goes_on)
-        if config.run.resume_from is not None:
-            require_checkpoint(config.run.resume_from, runtime)
-        job = prepare(config, runtime, say=progress.say)
-        progress.total_steps = job.total_steps
-        store = CheckpointStore(
-            run_folder.checkpoints,
-            identity=job.identity,
-            runtime=runtime,
-            keep_last=config.loop.keep_last,
-            frozen=job.frozen,
-        )
-        if config.run.goes_on:
-            resume_run(
-                job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say
-            )
-        run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
-        job.engine.on_refused = RefusedFolder(
-            run_folder.path / "refused", runtime=runtime, limit=config.guard.files, decode=job.tokenizer.decode
-        )
-        _answer(job, config, runtime, progress, "before")
-        start = time.monotonic()
-        depth = config.data.prefetch
-        report = train(
-            job.engine,
-            Prefetch(job.windows, depth) if depth else job.windows,
-            total_steps=job.total_steps,
-            config=config.loop,
-            evaluate=job.evaluate if job.datasets.held_out is not None else None,
-            run=run_folder,
-            checkpoints=store if config.run.checkpoints else None,
-            progress=progress,
-        )
-        progress.say(
-            f"trained {report.steps} steps on {report.total_tokens:,} tokens ({report.effective_tokens:,} "
-            f"supervised) in {time.monotonic() - start:.0f} s"
-        )
-        before, after = (None if one is None else one.loss for one in (report.before, report.after))
-        if before is not None and after is not None:
-            progress.say(f"held-out loss {before:.4f} -> {after:.4f}  ({after - before:+.4f} nats per token)")
-        _answer(job, config, runtime, progress, "after")
-        if config.run.export:
-            _export(job, config, run_folder, runtime, progress)
-        return SftResult(folder=run_folder.path, before=before, after=after, steps=job.engine.step)
+        with RunFolder(folder, runtime=runtime, resume=config.run.goes_on) as run_folder:
+            return _run_in(run_folder, config, runtime, progress)
+
+
+def _run_in(run_folder: RunFolder, config: SftConfig, runtime: Runtime, progress: ProgressPrinter) -> SftResult:
+    if config.run.resume_from is not None:
+        require_checkpoint(config.run.resume_from, runtime)
+    job = prepare(config, runtime, say=progress.say)
+    progress.total_steps = job.total_steps
+    store = CheckpointStore(
+        run_folder.checkpoints,
+        identity=job.identity,
+        runtime=runtime,
+        keep_last=config.loop.keep_last,
+        frozen=job.frozen,
+    )
+    if config.run.goes_on:
+        resume_run(job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say)
+    run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
+    job.engine.on_refused = RefusedFolder(
+        run_folder.path / "refused", runtime=runtime, limit=config.guard.files, decode=job.tokenizer.decode
+    )
+    _answer(job, config, runtime, progress, "before")
+    start = time.monotonic()
+    depth = config.data.prefetch
+    report = train(
+        job.engine,
+        Prefetch(job.windows, depth) if depth else job.windows,
+        total_steps=job.total_steps,
+        config=config.loop,
+        evaluate=job.evaluate if job.datasets.held_out is not None else None,
+        run=run_folder,
+        checkpoints=store if config.run.checkpoints else None,
+        progress=progress,
+    )
+    progress.say(
+        f"trained {report.steps} steps on {report.total_tokens:,} tokens ({report.effective_tokens:,} "
+        f"supervised) in {time.monotonic() - start:.0f} s"
+    )
+    before, after = (None if one is None else one.loss for one in (report.before, report.after))
+    if before is not None and after is not None:
+        progress.say(f"held-out loss {before:.4f} -> {after:.4f}  ({after - before:+.4f} nats per token)")
+    _answer(job, config, runtime, progress, "after")
+    if config.run.export:
+        _export(job, config, run_folder, runtime, progress)
+    return SftResult(folder=run_folder.path, before=before, after=after, steps=job.engine.step)
 
 
 def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] = lambda _: None) -> SftJob:

@@ -163,6 +163,27 @@ def test_the_best_is_kept_besides_the_last(tmp_path: Path) -> None:
     assert not CheckpointStore(tmp_path).improves(2.5), "not asked for"
 
 
+def test_a_loss_that_is_no_number_is_never_the_best_and_a_damaged_checkpoint_neither(tmp_path: Path) -> None:
+    losses = iter([9.0, float("nan"), float("inf"), 4.0, float("nan"), 6.0])
+    engine = build_engine(total_steps=10)
+    train(
+        engine,
+        ToyWindows(repeat=3),
+        total_steps=10,
+        config=LoopConfig(eval_every=2, keep_best=True),
+        evaluate=lambda: EvalReport(loss=next(losses), effective_tokens=1, total_tokens=1, metrics={}),
+        checkpoints=CheckpointStore(tmp_path, keep_last=1),
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000010"]
+    store = CheckpointStore(tmp_path, keep_best=True)
+    store.save(engine, held_out_loss=float("nan"))
+    again = CheckpointStore(tmp_path, keep_best=True)
+    assert again.best() == tmp_path / "step-00000006"
+    assert (again.improves(4.5), again.improves(3.5), again.improves(float("nan"))) == (False, True, False)
+    (tmp_path / "step-00000006" / "state.pt").unlink()
+    assert CheckpointStore(tmp_path).best() is None
+
+
 def test_a_save_changes_nothing_and_needs_no_step(tmp_path: Path) -> None:
     """An optimizer that has no state yet has none in the checkpoint either."""
     engine = build_engine(ToyLM(dtype=torch.float32))

@@ -9,6 +9,7 @@ what holds otherwise.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the complete checkpoint with the lowest held-out loss, or None when no loss was saved."""
-        losses = self._losses()
+        losses = self._finite_losses()
         return min(losses, key=lambda path: (losses[path], path.name)) if losses else None
 
     def held_out_loss(self, step: int) -> float | None:
@@ -101,10 +102,10 @@ class CheckpointStore:
 
     def improves(self, held_out_loss: float | None) -> bool:
         """True when a state with this held-out loss is the best so far and is to be kept, on all ranks alike."""
-        if not self.keep_best or held_out_loss is None:
+        if not self.keep_best or held_out_loss is None or not math.isfinite(held_out_loss):
             return False
         if not self._best_known:
-            own = min(self._losses().values(), default=None) if self.runtime.is_main else None
+            own = min(self._finite_losses().values(), default=None) if self.runtime.is_main else None
             self._best_loss, self._best_known = broadcast_from_main(own, self.runtime), True
         return self._best_loss is None or held_out_loss < self._best_loss
 
@@ -277,14 +278,15 @@ class CheckpointStore:
 
     def _losses(self) -> dict[Path, float]:
         found = {}
-        for path in files.checkpoint_folders(self.folder):
-            try:
-                loss = files.read_manifest(path)["held_out_loss"]
-            except CheckpointError:
-                continue
+        for path in files.whole_checkpoints(self.folder):
+            loss = files.read_manifest(path)["held_out_loss"]
             if loss is not None:
                 found[path] = loss
         return found
+
+    def _finite_losses(self) -> dict[Path, float]:
+        # NaN is neither above nor below anything: it would stay the best for ever.
+        return {path: loss for path, loss in self._losses().items() if math.isfinite(loss)}
 
     def _together(self, action: Callable[[], Any], step: int) -> Any:
         """Run ``action`` on all ranks or fail on all of them; a failed write becomes an error that says so."""

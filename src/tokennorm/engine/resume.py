@@ -46,7 +46,10 @@ def resume_run(
 
     Raises:
         CheckpointError: damaged, or of another run.
+        ConfigError: a run in another process is using the folder.
     """
+    # The folder may have come into being, by another run, since ``run`` was made.
+    run.hold()
     path = store.choose(checkpoint, say=say)
     if path is None:
         say("no checkpoint yet: starting from the beginning")

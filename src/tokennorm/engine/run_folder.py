@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from tokennorm.engine.distributed import Runtime, broadcast_from_main
+from tokennorm.engine.folder_lock import FolderInUseError, hold_folder, is_held, release_folder
 from tokennorm.engine.sinks import MetricSink
 from tokennorm.errors import ConfigError, RunFolderError
 
@@ -40,13 +42,17 @@ def config_to_dict(config: Any) -> Any:
 class RunFolder:
     """Writes ``run.json``, ``config.json`` and ``metrics.jsonl`` on rank 0; other ranks know the path only.
 
+    The folder is locked (``flock`` on a file in it, by rank 0) from when it exists until :meth:`close` or the end
+    of the process, also by a kill. A process that opens a folder again goes on holding it.
+
     Args:
         path: the folder; it is made by :meth:`describe`, so that a run that can't start leaves nothing behind.
         runtime: this process's place among the ranks.
         resume: the run that the folder holds goes on.
 
     Raises:
-        ConfigError: the folder holds a run already and this one doesn't resume it.
+        ConfigError: on all ranks; the folder holds a run already and this one doesn't resume it, or a run in
+            another process is using it.
     """
 
     def __init__(self, path: Path | str, *, runtime: Runtime | None = None, resume: bool = False) -> None:
@@ -57,35 +63,82 @@ class RunFolder:
         # Further places for the records, while a training has any open.
         self.sinks: MetricSink | None = None
         self._metrics = self.path / "metrics.jsonl"
-        # Rank 0 looks before it writes anything, and every rank hears what it saw.
-        problem = broadcast_from_main(self._prepare(resume) if self.runtime.is_main else None, self.runtime)
-        if problem is not None:
-            raise ConfigError(problem, fix="resume it, or give another run folder")
+        self._resume = resume
+        # Whether this object has looked for another run, on rank 0.
+        self._mine = False
+        self.hold()
 
-    def _prepare(self, resume: bool) -> str | None:
-        if self._metrics.exists() and not resume:
-            return f"the folder {self.path} already holds a run"
+    def __enter__(self) -> RunFolder:
+        """Return the folder itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Do :meth:`close`."""
+        self.close()
+
+    def hold(self, *, make: bool = False) -> None:
+        """Lock the folder if it is there; with ``make``, make it first. Every rank calls it.
+
+        Raises:
+            ConfigError: on all ranks: see the class, or the folder can't be made.
+        """
+        # Rank 0 looks before it writes anything, and every rank hears what it saw.
+        problem = broadcast_from_main(self._problem(make) if self.runtime.is_main else None, self.runtime)
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """Let other runs into the folder."""
+        if self.runtime.is_main:
+            release_folder(self.path)
+            self._mine = False
+
+    def _problem(self, make: bool) -> ConfigError | None:
         if self.path.exists() and not self.path.is_dir():
-            return f"the run folder {self.path} is a file"
+            return ConfigError(f"the run folder {self.path} is a file", fix="give another run folder")
+        try:
+            if make:
+                self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return ConfigError(f"the run folder {self.path} can't be made: {error}", fix="give another run folder")
+        if self._mine or not self.path.is_dir():
+            return None
+        held_before = is_held(self.path)
+        try:
+            note = hold_folder(self.path)
+        except FolderInUseError as error:
+            return ConfigError(
+                str(error),
+                why="two runs in one folder overwrite each other's records and checkpoints",
+                fix="wait until that run has ended, or give another run folder",
+            )
+        if self._metrics.exists() and not self._resume:
+            if not held_before:
+                release_folder(self.path)
+            return ConfigError(
+                f"the folder {self.path} already holds a run", fix="resume it, or give another run folder"
+            )
+        if note is not None:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+        self._mine = True
         return None
 
     def describe(
         self, config: Any, *, facts: Mapping[str, Any] | None = None, argv: Sequence[str] | None = None
     ) -> None:
-        """Write what is run: the command, versions, git state and the resolved configuration.
+        """Make the folder and write what is run: the command, versions, git state and the resolved configuration.
+
+        Every rank calls it.
 
         Raises:
-            ConfigError: the folder can't be made.
+            ConfigError: the folder can't be made, or a run in another process is using it.
             RunFolderError: the files can't be written; those of an earlier start are still there.
         """
+        self.hold(make=True)
         if not self.runtime.is_main:
             return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the run folder {self.path} can't be made: {error}", fix="give another run folder"
-            ) from error
         run = {
             "command": list(sys.argv if argv is None else argv),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -104,10 +157,14 @@ class RunFolder:
 
         Raises:
             RunFolderError: it can't be written; what was there is still there.
+            ConfigError: :meth:`describe` was not called, and another run has come into the folder.
         """
         if self.runtime.is_main:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
+                problem = self._problem(make=False)
+                if problem is not None:
+                    raise problem
                 with self._metrics.open("a") as file:
                     file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
             except OSError as error:
