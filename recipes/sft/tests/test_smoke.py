@@ -57,6 +57,7 @@ def test_it_learns_and_leaves_a_complete_run_folder(one: SftResult) -> None:
     assert losses[-1] < losses[0] - 1.0
     assert [record["step"] for record in records(one.folder, "eval_loss")] == [0, 5, one.steps]
     assert {path.name for path in one.folder.iterdir()} == {
+        ".in-use",
         "checkpoints",
         "config.json",
         "export",
