@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokennorm.data import parse_mixture
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
 from tokennorm.recipes.common.guard import EmptyWindow, GuardConfig
+from tokennorm.recipes.sft.data_config import DataConfig
+from tokennorm.recipes.sft.require import require as _require
 
 __all__ = [
     "DataConfig",
@@ -91,85 +92,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Chats, and how they become windows. A window is one optimizer step, over all ranks together."""
-
-    path: str = "pydoc"
-    """JSONL files or a folder of them ({"messages": [...]} or {"text": ...} per line), plain text, a save_to_disk
-    folder, an id of the Hugging Face hub (owner/name:split), or pydoc, the embedded question-answer set."""
-    mixture: tuple[str, ...] = ()
-    """Several sources in place of path: NAME=PATH or NAME=PATH@WEIGHT each; a weight says how often a source's
-    samples come in an epoch (2, 0.5, 1/3). The loss of each is reported as loss/NAME."""
-    eval_path: str | None = None
-    """A source to evaluate on; by default pydoc's own held-out part, or a fraction of each source."""
-    eval_fraction: float = 0.05
-    """Part of each source that is held out when there is no eval_path; 0: no evaluation."""
-    eval_tokens: int | None = 20_000
-    """Evaluate on at least so many supervised tokens of the held-out part, drawn once; none: on all."""
-    eval_batch_size: int = 4
-    """Rows of an evaluation batch."""
-    max_length: int = 1024
-    """Tokens kept of a chat."""
-    workers: int = 0
-    """Processes that encode a rank's data; 0: the rank itself."""
-    cache: bool = True
-    """Keep encoded data (from 1,000 rows on) in $TOKENNORM_CACHE, by default ~/.cache/tokennorm, and find them
-    again by their content, tokenizer, template and settings."""
-    prefetch: int = 2
-    """Windows that are prepared ahead while a step runs; 0: none."""
-    turns: Literal["all", "each"] = "all"
-    """Supervise all assistant turns of a chat at once, or make each turn the last of a sample of its own: for
-    templates that drop the reasoning of earlier turns."""
-    bad_rows: Literal["error", "skip"] = "error"
-    """Rows that can't be read or masked: stop with an error, or leave them out, count and report them."""
-    max_bad_share: float = 0.01
-    """Largest share of bad rows in a source that is left out; more are an error in any case."""
-    packing: bool = True
-    """Put several chats into one row, isolated from each other; off: one chat per row, padded."""
-    pack_length: int | None = None
-    """Tokens of a packed row; by default max_length."""
-    pack_buffer: int | None = None
-    """Documents that packing looks at together, which keeps them near their place in the order; none: all."""
-    pad_to_multiple_of: int | None = None
-    """Fill rows up to a multiple of so many tokens, so that the same shapes come again: for each, kernels and
-    allocators keep memory. By default 64 for packed rows, 1 for others."""
-    micro_batch_size: int = 1
-    """Rows of a micro-batch: what one forward pass of one rank sees."""
-    micro_batches_per_window: int = 16
-    """Micro-batches of one optimizer step, of all ranks together: more ranks take fewer each."""
-    shuffle: bool = True
-    """Train in a new order in each epoch."""
-
-    def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "micro_batches_per_window", "eval_batch_size"):
-            _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "1 or more")
-        for name in ("workers", "prefetch"):
-            _require(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "0 or more")
-        _require(self.max_length >= 2, "data.max_length", self.max_length, "2 or more")
-        _require(0 <= self.max_bad_share <= 1, "data.max_bad_share", self.max_bad_share, "a number in [0, 1]")
-        parse_mixture(self.mixture)
-        buffer = self.pack_buffer
-        _require(
-            buffer is None or (self.packing and buffer >= 1),
-            "data.pack_buffer",
-            buffer,
-            "1 or more and leave packing on, or none for all",
-        )
-        _require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "a number in [0, 1)")
-        tokens = self.eval_tokens
-        _require(tokens is None or tokens >= 1, "data.eval_tokens", tokens, "1 or more, or none for all")
-        multiple = self.pad_to_multiple_of
-        _require(multiple is None or multiple >= 1, "data.pad_to_multiple_of", multiple, "1 or more")
-        pack_length = self.pack_length
-        _require(
-            pack_length is None or (self.packing and pack_length >= self.max_length),
-            "data.pack_length",
-            pack_length,
-            f"at least max_length ({self.max_length}), and leave packing on",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long to train."""
 
@@ -245,6 +167,13 @@ class SftConfig:
     """Devices and ranks."""
 
     def __post_init__(self) -> None:
+        if self.data.stream and (self.train.max_steps is None or self.train.epochs != 1):
+            raise ConfigError(
+                f"data.stream with train.max_steps {self.train.max_steps} and train.epochs {self.train.epochs}",
+                why="how long a stream is nobody knows: it is read again and again until the last step, for which "
+                "the learning rate is scheduled",
+                fix="set train.max_steps, and leave train.epochs at 1",
+            )
         if self.model.quantize != "none":
             self._check_quantised()
         if self.model.autocast == "float16" and self.model.dtype != "float32" and self.lora.rank == 0:
@@ -291,8 +220,3 @@ def demo() -> SftConfig:
         train=TrainConfig(max_steps=15),
         run=RunConfig(checkpoints=False, question="What does `shutil.copyfile` do in Python?"),
     )
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} is {value!r}", fix=f"give {allowed}")

@@ -5,21 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokennorm.data import (
     BadRows,
-    Batch,
     ChatDataset,
     Document,
     MixtureOrder,
     MixtureSource,
-    Position,
     SourceRows,
-    WindowLoader,
-    collate_padded,
     default_cache_folder,
     load_pydoc,
     parse_mixture,
@@ -30,7 +26,7 @@ from tokennorm.engine import config_to_dict
 from tokennorm.errors import DataError, NoSupervisedTokenError
 from tokennorm.recipes.sft.config import DataConfig
 
-__all__ = ["Datasets", "RunWindows", "build_datasets", "eval_batches"]
+__all__ = ["Datasets", "build_datasets", "build_evaluation", "settings_identity"]
 
 # Fewer are encoded faster than somebody notices, and would only fill the cache.
 CACHED_ROWS = 1000
@@ -64,22 +60,28 @@ class Datasets:
         return digest.hexdigest()[:16]
 
     def identity(self, config: DataConfig) -> dict[str, Any]:
-        """Return what decides the order of the tokens: a checkpoint must have it in common with a run.
-
-        What is at its default is left out, except what always was there: a checkpoint from before there was the
-        option still fits.
-        """
-        resolved, defaults = config_to_dict(config), config_to_dict(DataConfig())
-        identity = {name: resolved[name] for name in DECIDING}
-        # The window is a stretch of rows; how it is cut into micro-batches changes no sample of it.
-        identity["rows_per_window"] = config.micro_batch_size * config.micro_batches_per_window
-        for name in ("turns", "pack_buffer"):
-            if resolved[name] != defaults[name]:
-                identity[name] = resolved[name]
+        """Return what decides the tokens and their order: a checkpoint must have it in common with a run."""
+        identity = {**settings_identity(config), "tokens": self.fingerprint()}
         if self.order is not None:
             parts = zip(self.order.sizes, self.order.weights, strict=True)
             identity["mixture"] = [f"{size} samples, weight {weight}" for size, weight in parts]
         return identity
+
+
+def settings_identity(config: DataConfig) -> dict[str, Any]:
+    """Return the settings that decide the order of the tokens.
+
+    What is at its default is left out, except what always was there: a checkpoint from before there was the option
+    still fits.
+    """
+    resolved, defaults = config_to_dict(config), config_to_dict(DataConfig())
+    identity = {name: resolved[name] for name in DECIDING}
+    # The window is a stretch of rows; how it is cut into micro-batches changes no sample of it.
+    identity["rows_per_window"] = config.micro_batch_size * config.micro_batches_per_window
+    for name in ("turns", "pack_buffer"):
+        if resolved[name] != defaults[name]:
+            identity[name] = resolved[name]
+    return identity
 
 
 def build_datasets(
@@ -98,11 +100,7 @@ def build_datasets(
     held_out = [part for _, part in parts if part is not None]
     if config.eval_path is not None:
         held_out = [make.evaluation(config.eval_path)]
-    evaluated = ChatDataset.concatenate(held_out) if held_out else None
-    if evaluated is not None and config.eval_tokens is not None:
-        evaluated = evaluated.take(
-            min_supervised_tokens=min(config.eval_tokens, sum(evaluated.supervised_lengths))
-        )
+    evaluated = _taken(ChatDataset.concatenate(held_out), config) if held_out else None
     say(f"train: {train.describe()}")
     order = None
     if sources:
@@ -115,6 +113,29 @@ def build_datasets(
     for sentence in (*train.notes, *train.statistics.warnings()):
         say(f"note: {sentence}")
     return Datasets(train=train, held_out=evaluated, order=order, groups=tuple(source.name for source in sources))
+
+
+def build_evaluation(
+    config: DataConfig, tokenizer: Any, *, say: Callable[[str], None], show_progress: bool = False
+) -> ChatDataset | None:
+    """Read and encode ``eval_path`` alone; None where there is none.
+
+    Raises:
+        DataError: nothing readable, nothing supervised, or too many bad rows.
+    """
+    if config.eval_path is None:
+        return None
+    bad_rows = BadRows(action=config.bad_rows, max_share=config.max_bad_share)
+    make = _Maker(config=config, tokenizer=tokenizer, bad_rows=bad_rows, say=say, show_progress=show_progress)
+    evaluated = _taken(make.evaluation(config.eval_path), config)
+    say(f"held-out: {evaluated.describe()}")
+    return evaluated
+
+
+def _taken(everything: ChatDataset, config: DataConfig) -> ChatDataset:
+    if config.eval_tokens is None:
+        return everything
+    return everything.take(min_supervised_tokens=min(config.eval_tokens, sum(everything.supervised_lengths)))
 
 
 def _shares(parts: Sequence[ChatDataset], order: MixtureOrder, names: Sequence[str]) -> list[str]:
@@ -224,42 +245,3 @@ class _Maker:
             [chat for index, chat in enumerate(everything) if index not in chosen],
             [everything[index] for index in sorted(chosen)],
         )
-
-
-class RunWindows:
-    """A :class:`~tokennorm.data.WindowLoader` as the engine's source of windows: an iterator with a place."""
-
-    def __init__(self, loader: WindowLoader, epochs: int) -> None:
-        self.loader, self.epochs = loader, epochs
-        self.position = Position()
-
-    def __iter__(self) -> Iterator[Sequence[Batch]]:
-        for window in self.loader.windows(self.epochs, start=self.position):
-            self.position = window.next_position
-            yield window.batches
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the place after the last window that was yielded."""
-        return {"epoch": self.position.epoch, "window": self.position.window}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place."""
-        self.position = Position(epoch=state["epoch"], window=state["window"])
-
-
-def eval_batches(
-    dataset: ChatDataset,
-    *,
-    batch_size: int,
-    pad_token_id: int,
-    rank: int,
-    world_size: int,
-    groups: Sequence[str] = (),
-) -> list[Batch]:
-    """Return one rank's evaluation batches; chats of like length share one, so that little is padded."""
-    order = sorted(range(len(dataset)), key=lambda index: dataset.lengths[index])
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    return [
-        collate_padded([dataset[index] for index in batch], pad_token_id=pad_token_id, group_names=groups)
-        for batch in batches[rank::world_size]
-    ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tokennorm.data import Batch, Prefetch, WindowLoader, require_isolated_documents
+from tokennorm.data import Batch, Prefetch, StreamWindows, require_isolated_documents
 from tokennorm.engine import (
     AutocastObjective,
     CausalLMObjective,
@@ -27,7 +27,6 @@ from tokennorm.engine import (
     build_scaler,
     build_scheduler,
     check_ranks_agree,
-    config_to_dict,
     distributed_session,
     evaluate,
     export_pretrained,
@@ -41,13 +40,16 @@ from tokennorm.engine import (
     train,
     unwrap_model,
 )
-from tokennorm.recipes.common.guard import build_kit, guard_identity
+from tokennorm.recipes.common.guard import build_kit
 from tokennorm.recipes.common.quiet import quiet_transformers
 from tokennorm.recipes.sft.adapters import export_lora
 from tokennorm.recipes.sft.attention import choose_attention
 from tokennorm.recipes.sft.config import SftConfig
-from tokennorm.recipes.sft.datasets import Datasets, RunWindows, build_datasets, eval_batches
+from tokennorm.recipes.sft.datasets import Datasets
+from tokennorm.recipes.sft.identity import run_identity
 from tokennorm.recipes.sft.modelling import adapt, load, place
+from tokennorm.recipes.sft.streams import StreamData, stream_report
+from tokennorm.recipes.sft.windows import RunWindows, eval_batches, load_data, pad_id
 
 __all__ = ["SftJob", "SftResult", "prepare", "run"]
 
@@ -61,17 +63,17 @@ class SftJob:
         windows: this rank's windows.
         total_steps: optimizer steps of the run.
         tokenizer: of the model.
-        datasets: the encoded chats.
+        datasets: the encoded chats, or the sources that are streamed.
         held_out: this rank's evaluation batches.
         identity: what a checkpoint of this run must have in common with it.
         frozen: fingerprint of the weights that don't learn, which checkpoints leave out.
     """
 
     engine: Engine
-    windows: RunWindows
+    windows: RunWindows | StreamWindows
     total_steps: int
     tokenizer: Any
-    datasets: Datasets
+    datasets: Datasets | StreamData
     held_out: Sequence[Batch]
     identity: dict[str, Any]
     frozen: str | None = None
@@ -122,9 +124,10 @@ def _run_in(run_folder: RunFolder, config: SftConfig, runtime: Runtime, progress
     _answer(job, config, runtime, progress, "before")
     start = time.monotonic()
     depth = config.data.prefetch
+    windows = Prefetch(job.windows, depth) if depth else job.windows
     report = train(
         job.engine,
-        Prefetch(job.windows, depth) if depth else job.windows,
+        windows,
         total_steps=job.total_steps,
         config=config.loop,
         evaluate=job.evaluate if job.datasets.held_out is not None else None,
@@ -136,6 +139,9 @@ def _run_in(run_folder: RunFolder, config: SftConfig, runtime: Runtime, progress
         f"trained {report.steps} steps on {report.total_tokens:,} tokens ({report.effective_tokens:,} "
         f"supervised) in {time.monotonic() - start:.0f} s"
     )
+    if isinstance(job.windows, StreamWindows):
+        for line in stream_report(job.windows, windows.state_dict()):
+            progress.say(line)
     before, after = (None if one is None else one.loss for one in (report.before, report.after))
     if before is not None and after is not None:
         progress.say(f"held-out loss {before:.4f} -> {after:.4f}  ({after - before:+.4f} nats per token)")
@@ -153,12 +159,8 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
     """
     seed_everything(config.train.seed + runtime.rank)
     model, tokenizer = load(config.model)
-    datasets = build_datasets(
-        config.data, tokenizer, seed=config.train.seed, say=say, show_progress=runtime.is_main
-    )
-    for dataset in (datasets.train, datasets.held_out):
-        if dataset is not None:
-            dataset.check_fits(model)
+    data = load_data(config, tokenizer, model, runtime, say=say)
+    datasets, total_steps = data.datasets, data.total_steps
     kit = build_kit(config.guard, runtime, empty_window=config.train.empty_window)
     objective = CausalLMObjective(groups=datasets.groups)
     choose_attention(model, config, runtime.device, say=say)
@@ -169,14 +171,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
     model = adapt(model, config)
     model = kit.apply_chunked_token_loss_patch(model, chunk_size=config.model.chunk_size)
     precision = autocast_dtype(config.model.autocast)
-    windows = _windows(config, datasets, tokenizer, runtime)
-    if config.data.packing:
-        rate = windows.loader.fill_rate()
-        say(f"packing: rows of {windows.loader.pack_length} tokens, {rate:.1%} filled")
-    total_steps = windows.loader.total_windows(config.train.epochs)
-    if config.train.max_steps is not None:
-        total_steps = min(total_steps, config.train.max_steps)
-    identity = _identity(config, datasets, total_steps)
+    identity = run_identity(config, data)
     frozen = frozen_fingerprint(model)
     check_ranks_agree({**identity, "torch": torch.__version__, "frozen": frozen}, runtime)
     wrapped = place(model, config, runtime)
@@ -200,14 +195,14 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         held_out = eval_batches(
             datasets.held_out,
             batch_size=config.data.eval_batch_size,
-            pad_token_id=_pad_id(tokenizer),
+            pad_token_id=pad_id(tokenizer),
             rank=runtime.rank,
             world_size=runtime.world_size,
             groups=datasets.groups,
         )
     return SftJob(
         engine=engine,
-        windows=windows,
+        windows=data.windows,
         total_steps=total_steps,
         tokenizer=tokenizer,
         datasets=datasets,
@@ -215,50 +210,6 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         identity=identity,
         frozen=frozen,
     )
-
-
-def _windows(config: SftConfig, datasets: Datasets, tokenizer: Any, runtime: Runtime) -> RunWindows:
-    data = config.data
-    loader = WindowLoader(
-        datasets.train,
-        micro_batch_size=data.micro_batch_size,
-        micro_batches_per_window=data.micro_batches_per_window,
-        pad_token_id=_pad_id(tokenizer),
-        pack_length=(data.pack_length or data.max_length) if data.packing else None,
-        shuffle=data.shuffle,
-        seed=config.train.seed,
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-        pack_buffer=data.pack_buffer,
-        order=datasets.order,
-        pad_to_multiple_of=data.pad_to_multiple_of or (64 if data.packing else 1),
-    )
-    return RunWindows(loader, config.train.epochs)
-
-
-def _pad_id(tokenizer: Any) -> int:
-    # Padding is masked or isolated, so any id inside the vocabulary will do.
-    return 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-def _identity(config: SftConfig, datasets: Datasets, total_steps: int) -> dict[str, Any]:
-    """Everything that decides the weights; where a run is saved or how often it reports is left out."""
-    resolved = config_to_dict(config)
-    lora = {name: value for name, value in resolved["lora"].items() if name != "export"}
-    autocast = config.model.autocast
-    layout = {name: resolved["data"][name] for name in ("micro_batch_size", "micro_batches_per_window")}
-    return {
-        **guard_identity(config.guard, layout),
-        **({"lora": lora} if config.lora.rank else {}),
-        "data": {**datasets.identity(config.data), "tokens": datasets.fingerprint()},
-        "model": {
-            "dtype": config.model.dtype,
-            **({"autocast": autocast} if autocast != "none" else {}),
-            **({"quantize": config.model.quantize} if config.model.quantize != "none" else {}),
-        },
-        "optim": resolved["optim"],
-        "train": {**resolved["train"], "max_steps": total_steps},
-    }
 
 
 def _answer(job: SftJob, config: SftConfig, runtime: Runtime, progress: ProgressPrinter, when: str) -> None:
@@ -287,7 +238,7 @@ def generate_answer(model: Any, tokenizer: Any, question: str, tokens: int) -> s
             max_new_tokens=tokens,
             do_sample=False,
             use_cache=True,
-            pad_token_id=_pad_id(tokenizer),
+            pad_token_id=pad_id(tokenizer),
         )
     finally:
         model.train(training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokennorm.data.bad_rows import BadRows
-from tokennorm.data.cache import cache_folder, default_cache_folder, encode_cached
+from tokennorm.data.cache import cache_folder, default_cache_folder, encode_cached, encoding_fingerprint
 from tokennorm.data.chat import ChatEncoder, EncodedChat
 from tokennorm.data.conversation import ROLES, Conversation, Message
 from tokennorm.data.dataset import ChatDataset, check_max_length
@@ -75,6 +75,7 @@ __all__ = [
     "dummy_batch",
     "encode_cached",
     "encode_documents",
+    "encoding_fingerprint",
     "epoch_order",
     "fill_rate",
     "load_pydoc",

@@ -22,7 +22,15 @@ from tokennorm.data.encoding import EncodedDocument, EncodeSettings, Progress
 from tokennorm.data.workers import encode_in_workers
 from tokennorm.errors import DataError
 
-__all__ = ["cache_folder", "cache_key", "default_cache_folder", "encode_cached", "load_encoded", "save_encoded"]
+__all__ = [
+    "cache_folder",
+    "cache_key",
+    "default_cache_folder",
+    "encode_cached",
+    "encoding_fingerprint",
+    "load_encoded",
+    "save_encoded",
+]
 
 # Raise it when the same documents would be encoded in another way.
 ENCODING_VERSION = 1
@@ -86,17 +94,11 @@ def encode_cached(
 
 def cache_key(documents: Sequence[Document], tokenizer: Any, settings: EncodeSettings) -> str:
     """Hash of all that decides the tokens and masks of these documents, and of the names that they carry."""
-    template = getattr(tokenizer, "chat_template", None)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
     what = {
-        "version": ENCODING_VERSION,
+        **_encoding_facts(tokenizer, settings),
         "libraries": [_version("transformers"), _version("tokenizers")],
-        "tokenizer": backend.to_str() if backend is not None else repr(tokenizer),
-        "special": [str(tokenizer.special_tokens_map), tokenizer.eos_token_id],
-        "template": template,
-        "settings": [settings.max_length, settings.turns, _canonical(dict(settings.template_options))],
         # A template that shows the date renders another text tomorrow.
-        "day": time.strftime("%Y-%m-%d") if "strftime" in str(template) else None,
+        "day": time.strftime("%Y-%m-%d") if "strftime" in str(getattr(tokenizer, "chat_template", None)) else None,
     }
     digest = hashlib.sha256(_canonical(what).encode())
     for document in documents:
@@ -107,6 +109,11 @@ def cache_key(documents: Sequence[Document], tokenizer: Any, settings: EncodeSet
         )
         digest.update(_canonical(content).encode() + b"\n")
     return digest.hexdigest()[:32]
+
+
+def encoding_fingerprint(tokenizer: Any, settings: EncodeSettings) -> str:
+    """Hash of tokenizer, template and settings: what makes tokens and masks of documents not read yet."""
+    return hashlib.sha256(_canonical(_encoding_facts(tokenizer, settings)).encode()).hexdigest()[:16]
 
 
 def save_encoded(path: Path, encoded: Sequence[EncodedDocument]) -> None:
@@ -182,6 +189,17 @@ def load_encoded(path: Path) -> list[EncodedDocument] | None:
             tensors["facts"].numpy().tobytes()
         )
     ]
+
+
+def _encoding_facts(tokenizer: Any, settings: EncodeSettings) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "version": ENCODING_VERSION,
+        "tokenizer": backend.to_str() if backend is not None else repr(tokenizer),
+        "special": [str(tokenizer.special_tokens_map), tokenizer.eos_token_id],
+        "template": getattr(tokenizer, "chat_template", None),
+        "settings": [settings.max_length, settings.turns, _canonical(dict(settings.template_options))],
+    }
 
 
 def _digest(tensors: dict[str, Tensor]) -> Tensor:
