@@ -95,7 +95,7 @@ def test_files_of_the_run_folder_that_do_not_fit(disk: SmallDisk) -> None:
         disk.clear()
     assert (folder.path / "metrics.jsonl").read_bytes() == before
     assert json.loads((folder.path / "config.json").read_text()) == {"number": 1}
-    assert sorted(os.listdir(folder.path)) == ["config.json", "metrics.jsonl", "run.json"]
+    assert sorted(os.listdir(folder.path)) == [".in-use", "config.json", "metrics.jsonl", "run.json"]
     folder.forget_after(1)
     folder.log({"step": 2})
     assert numbers(folder.path) == [{"step": 1}, {"step": 2}]

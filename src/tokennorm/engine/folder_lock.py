@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -100,6 +101,9 @@ def _forked() -> None:
             file.close()
     _held.clear()
 
+
+# So that no file is reported as left open.
+atexit.register(lambda: [release_folder(folder) for folder in tuple(_held)])
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_forked)
