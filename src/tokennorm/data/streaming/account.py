@@ -47,10 +47,11 @@ class SourceAccount:
         said: list[str] = []
         if pass_number > self._pass:
             self.end_pass()
-            said.append(
-                f"pass {pass_number + 1} over {self.where} begins, after {self._samples:,} samples of "
-                f"{self._rows:,} rows"
-            )
+            if (pass_number + 1).bit_count() == 1:  # 2, 4, 8, ...: a small source would fill the terminal
+                said.append(
+                    f"pass {pass_number + 1} over {self.where} begins, after {self._samples:,} samples of "
+                    f"{self._rows:,} rows"
+                )
             self._pass, self._rows, self._bad, self._samples = pass_number, 0, 0, 0
         self._rows += 1
         self._samples += len(document.pieces)
