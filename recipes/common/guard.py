@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tokennorm.engine import Runtime, config_to_dict
-from tokennorm.errors import ConfigError
 from tokennorm.kit import TokenNormedLossKit
+from tokennorm.recipes.common.require import require
 
 __all__ = ["EmptyWindow", "GuardConfig", "build_kit", "guard_identity"]
 
@@ -32,10 +32,10 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         multiplier = self.spike_multiplier
-        _require(multiplier > 1, "guard.spike_multiplier", multiplier, "a number above 1")
+        require(multiplier > 1, "guard.spike_multiplier", multiplier, "a number above 1")
         least, most = self.min_history, self.window_size
-        _require(1 <= least <= most, "guard.min_history", least, f"1 to guard.window_size ({most})")
-        _require(self.files >= 0, "guard.files", self.files, "0 or more")
+        require(1 <= least <= most, "guard.min_history", least, f"1 to guard.window_size ({most})")
+        require(self.files >= 0, "guard.files", self.files, "0 or more")
 
 
 def build_kit(guard: GuardConfig, runtime: Runtime, *, empty_window: EmptyWindow) -> TokenNormedLossKit:
@@ -65,8 +65,3 @@ def guard_identity(guard: GuardConfig, layout: Mapping[str, Any]) -> dict[str, A
         return {"layout": dict(layout)}
     settings = {name: value for name, value in config_to_dict(guard).items() if name != "files"}
     return {"guard": {**settings, **layout}}
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} is {value!r}", fix=f"give {allowed}")

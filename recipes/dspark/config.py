@@ -13,6 +13,7 @@ from tokennorm.draft.states.spec import CacheDtype
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
 from tokennorm.recipes.common.guard import EmptyWindow, GuardConfig
+from tokennorm.recipes.common.require import require
 
 __all__ = [
     "AnswersConfig",
@@ -64,12 +65,12 @@ class AnswersConfig:
 
     def __post_init__(self) -> None:
         per_group = self.per_group
-        _require(per_group is None or per_group >= 1, "answers.per_group", per_group, "1 or more, or none for all")
+        require(per_group is None or per_group >= 1, "answers.per_group", per_group, "1 or more, or none for all")
         for group, number in self.only.items():
-            _require(number >= 1, f"answers.only for {group}", number, "1 or more")
+            require(number >= 1, f"answers.only for {group}", number, "1 or more")
         for name in ("held_out_per_group", "max_new_tokens", "batch_size"):
-            _require(getattr(self, name) >= 1, f"answers.{name}", getattr(self, name), "1 or more")
-        _require(self.temperature >= 0, "answers.temperature", self.temperature, "0 (greedy) or more")
+            require(getattr(self, name) >= 1, f"answers.{name}", getattr(self, name), "1 or more")
+        require(self.temperature >= 0, "answers.temperature", self.temperature, "0 (greedy) or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "shard_tokens"):
-            _require(getattr(self, name) >= 1, f"cache.{name}", getattr(self, name), "1 or more")
+            require(getattr(self, name) >= 1, f"cache.{name}", getattr(self, name), "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +153,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "micro_batches_per_window", "anchors"):
-            _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "1 or more")
-        _require(self.max_length >= 2, "data.max_length", self.max_length, "2 or more")
-        _require(
+            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "1 or more")
+        require(self.max_length >= 2, "data.max_length", self.max_length, "2 or more")
+        require(
             self.pack_length is None or (self.packing and self.pack_length >= self.max_length),
             "data.pack_length",
             self.pack_length,
@@ -184,8 +185,8 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         for name in ("ce", "l1", "confidence"):
-            _require(getattr(self, name) >= 0, f"loss.{name}", getattr(self, name), "0 or more")
-        _require(self.ce + self.l1 > 0, "loss.ce and loss.l1", (self.ce, self.l1), "at least one above 0")
+            require(getattr(self, name) >= 0, f"loss.{name}", getattr(self, name), "0 or more")
+        require(self.ce + self.l1 > 0, "loss.ce and loss.l1", (self.ce, self.l1), "at least one above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +205,9 @@ class TrainConfig:
     """What a window without any supervised slot does: stop with an error, or move nothing and go on."""
 
     def __post_init__(self) -> None:
-        _require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")
-        _require(self.max_steps is None or self.max_steps >= 1, "train.max_steps", self.max_steps, "1 or more")
-        _require(self.markov_lr_factor > 0, "train.markov_lr_factor", self.markov_lr_factor, "a positive number")
+        require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")
+        require(self.max_steps is None or self.max_steps >= 1, "train.max_steps", self.max_steps, "1 or more")
+        require(self.markov_lr_factor > 0, "train.markov_lr_factor", self.markov_lr_factor, "a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +234,10 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         for name, least in _EVALUATE_LEAST:
-            _require(getattr(self, name) >= least, f"evaluate.{name}", getattr(self, name), f"{least} or more")
-        _require(self.temperature >= 0, "evaluate.temperature", self.temperature, "0 (greedy) or more")
+            require(getattr(self, name) >= least, f"evaluate.{name}", getattr(self, name), f"{least} or more")
+        require(self.temperature >= 0, "evaluate.temperature", self.temperature, "0 (greedy) or more")
         threshold = self.confidence_threshold
-        _require(
+        require(
             threshold is None or 0 <= threshold < 1,
             "evaluate.confidence_threshold",
             threshold,
@@ -357,8 +358,3 @@ _EVALUATE_LEAST = (
     ("schedule_prompts_per_group", 1),
     ("max_new_tokens", 2),
 )
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} is {value!r}", fix=f"give {allowed}")

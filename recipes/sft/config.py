@@ -8,8 +8,8 @@ from typing import Literal
 from tokennorm.engine import DistributedConfig, LoopConfig, OptimConfig
 from tokennorm.errors import ConfigError
 from tokennorm.recipes.common.guard import EmptyWindow, GuardConfig
+from tokennorm.recipes.common.require import require
 from tokennorm.recipes.sft.data_config import DataConfig
-from tokennorm.recipes.sft.require import require as _require
 
 __all__ = [
     "DataConfig",
@@ -50,17 +50,17 @@ class ModelConfig:
     """Backend of torch.compile; inductor needs a C++ compiler on CPU."""
 
     def __post_init__(self) -> None:
-        _require(self.autocast in ("none", "bfloat16", "float16"), "model.autocast", self.autocast, "a half dtype")
-        _require(self.quantize in ("none", "nf4"), "model.quantize", self.quantize, "none or nf4")
+        require(self.autocast in ("none", "bfloat16", "float16"), "model.autocast", self.autocast, "a half dtype")
+        require(self.quantize in ("none", "nf4"), "model.quantize", self.quantize, "none or nf4")
         attentions = ("auto", "varlen", "model")
-        _require(self.attention in attentions, "model.attention", self.attention, " or ".join(attentions))
-        _require(
+        require(self.attention in attentions, "model.attention", self.attention, " or ".join(attentions))
+        require(
             self.attention != "varlen" or not self.compile,
             "model.attention",
             self.attention,
             "auto or model with model.compile: its documents are of other lengths in each micro-batch",
         )
-        _require(
+        require(
             self.autocast == "none" or self.dtype != "float64",
             "model.autocast",
             self.autocast,
@@ -71,7 +71,7 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Adapters that learn on a frozen base. With model.dtype bfloat16 the base takes half the memory, with
-    model.quantize nf4 an eighth, and the adapters are float32 all the same."""
+    model.quantize nf4 its linear layers an eighth of it; the adapters are float32 all the same."""
 
     rank: int = 0
     """Rank of the adapters; 0: none, and all weights learn."""
@@ -85,10 +85,10 @@ class LoraConfig:
     """Export the model that base and adapters make together, or the adapters alone (for peft)."""
 
     def __post_init__(self) -> None:
-        _require(self.rank >= 0, "lora.rank", self.rank, "1 or more, or 0 for none")
-        _require(self.alpha is None or self.alpha >= 1, "lora.alpha", self.alpha, "1 or more")
-        _require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "a number in [0, 1)")
-        _require(self.export in ("merged", "adapter"), "lora.export", self.export, "merged or adapter")
+        require(self.rank >= 0, "lora.rank", self.rank, "1 or more, or 0 for none")
+        require(self.alpha is None or self.alpha >= 1, "lora.alpha", self.alpha, "1 or more")
+        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "a number in [0, 1)")
+        require(self.export in ("merged", "adapter"), "lora.export", self.export, "merged or adapter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ class TrainConfig:
     """What a window without any supervised token does: stop with an error, or move nothing and go on."""
 
     def __post_init__(self) -> None:
-        _require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")
-        _require(
+        require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")
+        require(
             self.max_steps is None or self.max_steps >= 1, "train.max_steps", self.max_steps, "1 or more, or none"
         )
 
@@ -135,7 +135,7 @@ class RunConfig:
             raise ConfigError(
                 "run.resume is on, but run.dir does not say which run", fix="add --run.dir runs/NAME"
             )
-        _require(self.answer_tokens >= 1, "run.answer_tokens", self.answer_tokens, "1 or more")
+        require(self.answer_tokens >= 1, "run.answer_tokens", self.answer_tokens, "1 or more")
 
     @property
     def goes_on(self) -> bool:

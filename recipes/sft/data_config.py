@@ -7,7 +7,7 @@ from typing import Literal
 
 from tokennorm.data import parse_mixture
 from tokennorm.errors import ConfigError
-from tokennorm.recipes.sft.require import require as _require
+from tokennorm.recipes.common.require import require
 
 __all__ = ["DataConfig"]
 
@@ -70,27 +70,27 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "micro_batches_per_window", "eval_batch_size"):
-            _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "1 or more")
+            require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "1 or more")
         for name in ("workers", "prefetch"):
-            _require(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "0 or more")
-        _require(self.shuffle_buffer >= 1, "data.shuffle_buffer", self.shuffle_buffer, "1 or more")
-        _require(self.max_length >= 2, "data.max_length", self.max_length, "2 or more")
-        _require(0 <= self.max_bad_share <= 1, "data.max_bad_share", self.max_bad_share, "a number in [0, 1]")
+            require(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "0 or more")
+        require(self.shuffle_buffer >= 1, "data.shuffle_buffer", self.shuffle_buffer, "1 or more")
+        require(self.max_length >= 2, "data.max_length", self.max_length, "2 or more")
+        require(0 <= self.max_bad_share <= 1, "data.max_bad_share", self.max_bad_share, "a number in [0, 1]")
         parse_mixture(self.mixture)
         buffer = self.pack_buffer
-        _require(
+        require(
             buffer is None or (self.packing and buffer >= 1),
             "data.pack_buffer",
             buffer,
             "1 or more and leave packing on, or none for all",
         )
-        _require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "a number in [0, 1)")
+        require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "a number in [0, 1)")
         tokens = self.eval_tokens
-        _require(tokens is None or tokens >= 1, "data.eval_tokens", tokens, "1 or more, or none for all")
+        require(tokens is None or tokens >= 1, "data.eval_tokens", tokens, "1 or more, or none for all")
         multiple = self.pad_to_multiple_of
-        _require(multiple is None or multiple >= 1, "data.pad_to_multiple_of", multiple, "1 or more")
+        require(multiple is None or multiple >= 1, "data.pad_to_multiple_of", multiple, "1 or more")
         pack_length = self.pack_length
-        _require(
+        require(
             pack_length is None or (self.packing and pack_length >= self.max_length),
             "data.pack_length",
             pack_length,
