@@ -90,7 +90,7 @@ def require_true_decoding(model: nn.Module) -> None:
         model: quantised, on the device that will compute.
 
     Raises:
-        ConfigError: they differ, naming the layer.
+        ConfigError: they differ, or it fails, naming the layer.
     """
     seen = set()
     for name, layer in quantised_layers(model).items():
@@ -98,26 +98,28 @@ def require_true_decoding(model: nn.Module) -> None:
         if shape in seen:
             continue
         seen.add(shape)
-        difference = _difference(layer)
+        where = f"{name} ({shape[0]} x {shape[1]})"
+        fix = "train the adapters on a base in half precision (--model.dtype bfloat16)"
+        try:
+            difference = _difference(layer)
+        except RuntimeError as error:
+            raise ConfigError(f"bitsandbytes can't compute {where} on this device: {error}", fix=fix) from error
         if not difference < _ROUNDING:
             raise ConfigError(
-                f"bitsandbytes computes {name} ({shape[0]} x {shape[1]}) with weights {difference:.0%} off",
+                f"bitsandbytes computes {where} with weights {difference:.0%} off",
                 why="on this device it decodes 4-bit weights of that shape wrongly, so the model would be another",
-                fix="train the adapters on a base in half precision (--model.dtype bfloat16)",
+                fix=fix,
             )
 
 
 def _difference(layer: Any) -> float:
-    """Relative, between the weights that the layer computes with and those of the definition; 1 if it fails."""
+    """Relative, between the weights that the layer computes with and those of the definition."""
     truth = decode_nf4(layer.weight)
     # Called as it will be, on the first rows of the identity.
     rows = min(64, truth.shape[1])
     inputs = torch.eye(rows, truth.shape[1], device=truth.device, dtype=layer.compute_dtype or torch.float32)
-    try:
-        with torch.no_grad():
-            computed = layer(inputs).float()
-    except RuntimeError:
-        return 1.0
+    with torch.no_grad():
+        computed = layer(inputs).float()
     if layer.bias is not None:
         computed = computed - layer.bias.float()
     return float((computed - truth[:, :rows].T).norm() / truth[:, :rows].norm())

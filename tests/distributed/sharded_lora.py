@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.exactness import batches_of, by_definition, make_model, relative_error
+from tests.distributed.exactness import (
+    batches_of,
+    by_definition,
+    make_model,
+    relative_error,
+    with_learned_adapters,
+)
 from tests.distributed.sharded import LAYOUT, STRATEGIES, Case, build, lonely_samples, measure
 from tokennorm.data import IGNORE_INDEX, Sample, collate_padded
 from tokennorm.engine import AutocastObjective, CausalLMObjective
@@ -25,12 +31,7 @@ def adapted(dtype: torch.dtype, *targets: str) -> Any:
     """The small model, frozen, with adapters that have already learned something."""
     config = SftConfig(lora=LoraConfig(rank=2, target_modules=targets))
     model = adapt(make_model().to(dtype), config)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3, generator=generator)
-    return model
+    return with_learned_adapters(model)
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:

@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.exactness import batches_of, by_definition, make_model, relative_error
+from tests.distributed.exactness import (
+    batches_of,
+    by_definition,
+    make_model,
+    relative_error,
+    with_learned_adapters,
+)
 from tests.distributed.sharded import LAYOUT, KeepsGradients
 from tokennorm.engine import CausalLMObjective, Engine, Runtime, precision_notes
 from tokennorm.errors import ConfigError
@@ -78,13 +84,7 @@ def test_a_compiled_decoder_is_exact() -> None:
 def adapted(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A small model with adapters that have already learned something."""
     config = SftConfig(lora=LoraConfig(rank=2, **options))
-    model = adapt(make_model().to(dtype), config)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
-    return model
+    return with_learned_adapters(adapt(make_model().to(dtype), config))
 
 
 @pytest.mark.parametrize("options", [{}, {"target_modules": ("q_proj", "lm_head"), "alpha": 1}])

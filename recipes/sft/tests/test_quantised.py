@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from recipes.sft.tests.tiny import EPOCHS, build_folder, job_of, tiny_config
-from tests.distributed.exactness import by_definition, relative_error
+from tests.distributed.exactness import by_definition, relative_error, with_learned_adapters
 from tests.distributed.test_model_options import SAMPLES, train_once
 from tokennorm.engine import DistributedConfig, LoopConfig, Runtime, frozen_fingerprint
 from tokennorm.engine.throughput import StepCost
@@ -44,13 +44,7 @@ def settings(folder: Path, **options: Any) -> SftConfig:
 def adapted(config: SftConfig) -> Any:
     """In 4 bits, with adapters that have already learned something."""
     model, _ = load(config.model)
-    model = adapt(model, config)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3, generator=generator)
-    return model
+    return with_learned_adapters(adapt(model, config))
 
 
 def decoded(model: Any, config: SftConfig) -> Any:
