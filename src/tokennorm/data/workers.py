@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -18,11 +18,11 @@ from tokennorm.data.encoding import (
     encode_documents,
 )
 
-__all__ = ["encode_in_workers", "with_arrays", "with_tensors"]
+__all__ = ["encode_in_workers", "encode_part", "start_worker", "with_tensors"]
 
 DOCUMENTS_PER_TASK = 200
 
-_encoder: DocumentEncoder | None = None
+_encoder: Any = None
 
 
 def encode_in_workers(
@@ -58,33 +58,34 @@ def encode_in_workers(
     DocumentEncoder(tokenizer, settings).check(documents)
     encoded: list[EncodedDocument] = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start, (tokenizer, settings)) as pool:
-        for part in pool.map(_encode, tasks):
+    with ProcessPoolExecutor(workers, context, start_worker, (DocumentEncoder, tokenizer, settings)) as pool:
+        for part in pool.map(encode_part, tasks):
             encoded += [with_tensors(document) for document in part]
             if progress is not None:
                 progress(len(encoded), len(documents))
     return encoded
 
 
-def _start(tokenizer: Any, settings: EncodeSettings) -> None:
+def start_worker(kind: Callable[[Any, EncodeSettings], Any], tokenizer: Any, settings: EncodeSettings) -> None:
+    """Make a process ready for :func:`encode_part`: one thread, and an encoder of this kind."""
     global _encoder
     torch.set_num_threads(1)
-    _encoder = DocumentEncoder(tokenizer, settings)
+    _encoder = kind(tokenizer, settings)
 
 
-def _encode(documents: Sequence[Document]) -> list[EncodedDocument]:
+def encode_part(documents: Sequence[Any]) -> list[EncodedDocument]:
+    """Encode in a worker; :func:`with_tensors` makes of each what its encoder returned."""
     assert _encoder is not None
     # Arrays travel as bytes, tensors through shared memory, of which there may be little.
-    return [with_arrays(_encoder.encode(document)) for document in documents]
+    return [_with_arrays(_encoder.encode(document)) for document in documents]
 
 
-def with_arrays(document: EncodedDocument) -> EncodedDocument:
-    """The document as it travels between processes."""
+def _with_arrays(document: EncodedDocument) -> EncodedDocument:
     return _replaced(document, tuple((ids.numpy(), mask.numpy()) for ids, mask in document.pieces))
 
 
 def with_tensors(document: EncodedDocument) -> EncodedDocument:
-    """What :func:`with_arrays` made, as it was."""
+    """A document that came from a worker, as its encoder made it."""
     return _replaced(document, tuple((torch.tensor(ids), torch.tensor(mask)) for ids, mask in document.pieces))
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any
 
-import torch
-
 from tokennorm.data.encoding import DocumentEncoder, EncodedDocument, EncodeSettings
 from tokennorm.data.streaming.reader import Drawn
 from tokennorm.data.streaming.row import StreamRow
-from tokennorm.data.workers import with_arrays, with_tensors
+from tokennorm.data.workers import encode_part, start_worker, with_tensors
 from tokennorm.errors import DataError
 
 __all__ = ["RowEncoder", "encode_ahead"]
@@ -76,12 +74,12 @@ def encode_ahead(
             yield drawn, encoder.encode(drawn.row)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start, (tokenizer, settings))
+    pool = ProcessPoolExecutor(workers, context, start_worker, (RowEncoder, tokenizer, settings))
     tasks: deque[tuple[list[Drawn], Future[list[EncodedDocument]]]] = deque()
     try:
         while True:
             while len(tasks) < workers * TASKS_PER_WORKER and (part := list(islice(rows, rows_per_task))):
-                tasks.append((part, pool.submit(_encode, [drawn.row for drawn in part])))
+                tasks.append((part, pool.submit(encode_part, [drawn.row for drawn in part])))
             if not tasks:
                 return
             part, future = tasks.popleft()
@@ -94,17 +92,3 @@ def encode_ahead(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-_encoder: RowEncoder | None = None
-
-
-def _start(tokenizer: Any, settings: EncodeSettings) -> None:
-    global _encoder
-    torch.set_num_threads(1)
-    _encoder = RowEncoder(tokenizer, settings)
-
-
-def _encode(rows: Sequence[StreamRow]) -> list[EncodedDocument]:
-    assert _encoder is not None
-    return [with_arrays(_encoder.encode(row)) for row in rows]
