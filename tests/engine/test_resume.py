@@ -144,18 +144,22 @@ def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
     assert "there is no checkpoint in" in refused(tmp_path, build_engine(ToyLM(dtype=torch.float32)))
 
 
-def test_the_best_is_kept_besides_the_last(tmp_path: Path) -> None:
-    losses = iter([9.0, 5.0, 3.0, 4.0, 3.5, 6.0])
-    engine = build_engine(total_steps=10)
-    store = CheckpointStore(tmp_path, keep_last=1)
+def train_with_losses(folder: Path, *losses: float) -> Engine:
+    """Ten steps with ``keep_best`` and an evaluation before them and after every second one."""
+    engine, coming = build_engine(total_steps=10), iter(losses)
     train(
         engine,
         ToyWindows(repeat=3),
         total_steps=10,
         config=LoopConfig(eval_every=2, keep_best=True),
-        evaluate=lambda: EvalReport(loss=next(losses), effective_tokens=1, total_tokens=1, metrics={}),
-        checkpoints=store,
+        evaluate=lambda: EvalReport(loss=next(coming), effective_tokens=1, total_tokens=1, metrics={}),
+        checkpoints=CheckpointStore(folder, keep_last=1),
     )
+    return engine
+
+
+def test_the_best_is_kept_besides_the_last(tmp_path: Path) -> None:
+    train_with_losses(tmp_path, 9.0, 5.0, 3.0, 4.0, 3.5, 6.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000010"]
     again = CheckpointStore(tmp_path, keep_best=True)
     assert again.best() == tmp_path / "step-00000004"
@@ -164,16 +168,7 @@ def test_the_best_is_kept_besides_the_last(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_is_never_the_best_and_a_damaged_checkpoint_neither(tmp_path: Path) -> None:
-    losses = iter([9.0, float("nan"), float("inf"), 4.0, float("nan"), 6.0])
-    engine = build_engine(total_steps=10)
-    train(
-        engine,
-        ToyWindows(repeat=3),
-        total_steps=10,
-        config=LoopConfig(eval_every=2, keep_best=True),
-        evaluate=lambda: EvalReport(loss=next(losses), effective_tokens=1, total_tokens=1, metrics={}),
-        checkpoints=CheckpointStore(tmp_path, keep_last=1),
-    )
+    engine = train_with_losses(tmp_path, 9.0, float("nan"), float("inf"), 4.0, float("nan"), 6.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000010"]
     store = CheckpointStore(tmp_path, keep_best=True)
     store.save(engine, held_out_loss=float("nan"))
