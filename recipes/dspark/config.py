@@ -202,7 +202,8 @@ class TrainConfig:
     markov_lr_factor: float = 1.0
     """The Markov head learns so many times faster."""
     empty_window: EmptyWindow = "raise"
-    """What a window without any supervised slot does: stop with an error, or move nothing and go on."""
+    """What a window whose data have no supervised slot does: stop with an error, or move nothing and go on. (One
+    that the guard empties is skipped in any case.)"""
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")

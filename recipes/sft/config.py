@@ -102,7 +102,8 @@ class TrainConfig:
     seed: int = 0
     """Seed of the order of the data and of dropout."""
     empty_window: EmptyWindow = "raise"
-    """What a window without any supervised token does: stop with an error, or move nothing and go on."""
+    """What a window whose data have no supervised token does: stop with an error, or move nothing and go on. (One
+    that the guard empties is skipped in any case.)"""
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, "train.epochs", self.epochs, "1 or more")

@@ -136,19 +136,33 @@ def test_an_infinite_loss_costs_an_fp16_run_its_micro_batch_and_not_its_window()
     assert outcomes == [(None, 1, 1024.0, 1), ("fp16 overflow", 0, 512.0, 0)]
 
 
-def test_a_window_of_refused_micro_batches_is_an_empty_window() -> None:
-    window = [broken(3, 5, 1), broken(4, 5, 2)]
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_window_that_the_guard_empties_is_skipped_whatever_the_policy(policy: str) -> None:
+    window = [broken(3, 5, 1), sound(0, 5, 3), broken(4, 5, 2)]
     model = toy()
-    engine, _ = guarded(model, empty_window="skip")
+    engine, _ = guarded(model, empty_window=policy)
+    engine.scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0 + step)
     before = weights(model)
     report = engine.train_step(window)
-    assert (report.skipped, report.step, len(report.refused)) == ("empty window", 0, 2)
+    assert (report.skipped, report.step, len(report.refused), report.loss) == ("all refused", 0, 2, None)
     assert torch.equal(weights(model), before)
-    assert engine.train_step(SOUND).skipped is None
-    engine, _ = guarded(toy())
-    with pytest.raises(EmptyWindowError) as caught:
-        engine.train_step(window)
-    assert caught.value.__notes__ == ["(the loss guard refused 2 micro-batches of this window)"]
+    report = engine.train_step(SOUND)
+    assert (report.skipped, report.step, report.lr) == (None, 1, 1.0), "the schedule did not move"
+    assert error(before - weights(model), reference_gradient(SOUND)) < 1e-12
+
+
+def test_data_without_a_supervised_token_follow_the_policy_whatever_the_guard_refuses() -> None:
+    window = [sound(0, 5, 1), {**sound(0, 5, 2), "factor": math.nan}]
+    for policy in ("raise", "skip"):
+        engine, _ = guarded(toy(), empty_window=policy)
+        engine.train_step([broken(3, 5, 1)])
+        if policy == "raise":
+            # The refused tokens were of another window.
+            with pytest.raises(EmptyWindowError):
+                engine.train_step(window)
+        else:
+            report = engine.train_step(window)
+            assert (report.skipped, len(report.refused)) == ("empty window", 1)
 
 
 def test_an_objective_without_a_dummy_is_refused_before_the_first_step() -> None:

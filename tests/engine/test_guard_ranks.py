@@ -88,6 +88,23 @@ def sharded_gradient(rank: int, world_size: int) -> torch.Tensor:
     return torch.cat([(a - b).detach().flatten() for a, b in zip(before, after, strict=True)])
 
 
+def emptied(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1 has a NaN at every index, and the policy for empty windows is an error; then an ordinary window."""
+    model = toy()
+    engine, kit = guarded(wrap_ddp(model, Runtime(rank=rank, local_rank=rank, world_size=world_size)), ranks=2)
+    before = weights(model)
+    skipped = engine.train_step([(zero, broken(9, 12, 9))[rank] for zero, _ in PAIRS])
+    kept = torch.equal(weights(model), before)
+    trained = engine.train_step([pair[rank] for pair in PAIRS])
+    assert kit.loss_guard is not None
+    return {
+        "reports": [(one.skipped, one.step, len(one.refused), one.effective_tokens) for one in (skipped, trained)],
+        "kept": kept,
+        "gradient": before - weights(model),
+        "history": kit.loss_guard.state_dict(),
+    }
+
+
 def written(rank: int, world_size: int, folder: str) -> list[str]:
     """Files of a NaN on rank 1, seen by rank 1 after both have finished."""
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
@@ -106,6 +123,7 @@ def everything(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "on": collectives(rank, world_size, True, PAIRS),
         "refusing": collectives(rank, world_size, True, nan),
         "sharded": sharded_gradient(rank, world_size),
+        "emptied": emptied(rank, world_size),
         "written": written(rank, world_size, folder),
     }
 
@@ -141,6 +159,17 @@ def test_a_sharded_model_runs_the_dummy_on_every_rank(two_ranks: list[dict[str, 
 def test_the_guard_costs_one_collective_per_micro_batch_and_none_when_off(two_ranks: list[dict[str, Any]]) -> None:
     for found in two_ranks:
         assert (found["off"], found["on"], found["refusing"]) == (1, 5, 5)
+
+
+def test_a_window_that_one_rank_empties_is_skipped_by_both(two_ranks: list[dict[str, Any]]) -> None:
+    everyone = [batch for pair in PAIRS for batch in pair]
+    tokens = sum(batch["effective_tokens"] for batch in everyone)
+    for found in (one["emptied"] for one in two_ranks):
+        assert found["reports"] == [("all refused", 0, len(PAIRS), 0), (None, 1, 0, tokens)]
+        assert found["kept"]
+        assert error(found["gradient"], reference_gradient(everyone)) < 1e-12
+    assert two_ranks[0]["emptied"]["history"] == two_ranks[1]["emptied"]["history"]
+    assert two_ranks[0]["emptied"]["history"]["refused_total"] == len(PAIRS)
 
 
 def test_only_the_offending_rank_writes(two_ranks: list[dict[str, Any]]) -> None:

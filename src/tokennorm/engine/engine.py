@@ -15,7 +15,7 @@ from tokennorm.engine.evaluate import move_to_device
 from tokennorm.engine.objective import Batch, Objective, ObjectiveOutput
 from tokennorm.engine.precision import step_with_scaler, unscale_gradients
 from tokennorm.engine.refused import RefusedMicroBatch, dummy_maker, judged_loss
-from tokennorm.errors import EmptyWindowError, NonFiniteError
+from tokennorm.errors import NonFiniteError
 from tokennorm.kit import TokenNormedLossKit
 from tokennorm.loss import RatioSum, merge_ratios, reduce_ratios
 
@@ -34,7 +34,8 @@ class StepReport:
         effective_tokens: supervised tokens of the window, or the sum of their weights.
         total_tokens: its tokens without padding.
         metrics: means of the extra terms and of the objective's metrics; None where nothing was counted.
-        skipped: why the weights did not move ("empty window", "fp16 overflow"), else None.
+        skipped: why the weights did not move ("empty window", "all refused" by the loss guard, "fp16 overflow") or
+            None.
         refused: what the loss guard kept out of the window, on all ranks together.
     """
 
@@ -62,7 +63,8 @@ class Engine:
         dp_world_size: number of ranks that hold different tokens.
         dp_group: those ranks; None is the default group.
         token_loss_kit: the accounting; by default one for this device and these ranks. Its policy for empty
-            windows is the engine's: an error, or a step that moves nothing and is reported.
+            windows is the engine's: an error, or a step that moves nothing and is reported. What its loss guard
+            emptied is never an error.
         max_grad_norm: clip the global gradient norm to this; None reports the norm only.
         after_reduce: called after each window's reduction, where the host waits for the device anyway; raises what
             an objective found on the device and could not tell at once.
@@ -134,12 +136,7 @@ class Engine:
     def optimizer_step(self) -> None:
         """Make the window's gradient exact, clip it and step. An empty window moves nothing, on any rank."""
         self._lr, self._grad_norm, self._overflow = self.optimizer.param_groups[0]["lr"], None, False
-        try:
-            self._stats = self.token_loss_kit.reduce_window()
-        except EmptyWindowError as error:
-            if self._refused:
-                error.add_note(f"(the loss guard refused {len(self._refused)} micro-batches of this window)")
-            raise
+        self._stats = self.token_loss_kit.reduce_window()
         if self.after_reduce is not None:
             self.after_reduce()
         if self._stats.skipped:
@@ -200,7 +197,10 @@ class Engine:
         stats = self._stats
         # Ranks agree on what is skipped, so either all of them reduce their metrics or none does.
         metrics = {} if stats.skipped else reduce_ratios(self._metrics, self.dp_group, device=self.device)
-        skipped = "empty window" if stats.skipped else "fp16 overflow" if self._overflow else None
+        skipped = "fp16 overflow" if self._overflow else None
+        if stats.skipped:
+            lost = any(one.verdict.tokens > 0 for one in self._refused)
+            skipped = "all refused" if lost else "empty window"
         return StepReport(
             step=self.step,
             loss=stats.mean_loss,

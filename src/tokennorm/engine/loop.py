@@ -183,12 +183,14 @@ def train(
         elif unmeasured and start < total_steps and config.eval_every and start % config.eval_every == 0:
             evaluate_and_save(again=True)
         progress.pause()
+        reason: str | None = None
         waiting = Waiting(windows if start < total_steps else ())
         for window in waiting:
             report = engine.train_step(window)
             asked, memory = stop.agree(cost.memory_bytes())
             log_step(report, window, cost, run, progress, config, total_steps, waiting.seconds, memory)
             summary.total_tokens += report.total_tokens
+            reason = report.skipped or reason
             if report.skipped is None:
                 summary.steps += 1
                 summary.effective_tokens += report.effective_tokens
@@ -201,14 +203,25 @@ def train(
                 check_room(checkpoints, engine, saves=config.saves(total_steps - start), say=progress.say)
             evaluate_and_save()
         if engine.step == 0:
-            raise DataError(
-                "no window of the data had a supervised token",
-                why="nothing was trained",
-                fix="check that the chats have assistant turns, and that they survive truncation",
-            )
+            raise _nothing_trained(reason)
         summary.after = held_out()
         save()
     return summary
+
+
+def _nothing_trained(reason: str | None) -> DataError:
+    """What to say of a run whose windows were all skipped, the last for this reason."""
+    if reason in (None, "empty window"):
+        return DataError(
+            "no window of the data had a supervised token",
+            why="nothing was trained",
+            fix="check that the chats have assistant turns, and that they survive truncation",
+        )
+    return DataError(
+        f"every window was skipped, the last because of: {reason}",
+        why="nothing was trained",
+        fix="look at metrics.jsonl and, with a loss guard, at the refused micro-batches in the run folder",
+    )
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from tokennorm.kit.window import agreed, fingerprint
 
 __all__ = ["GuardVerdict", "PerTokenLossGuard"]
 
-# Of the message: loss sum, tokens, ranks with a non-finite loss, and three slots in which the ranks agree.
-_LOSS_SUM, _TOKENS, _NON_FINITE, _AGREEMENT, _WIDTH = 0, 1, 2, 3, 6
+# Of the message: loss sum and tokens of the ranks with a finite loss, ranks with another one, three slots in which
+# the ranks agree, and the tokens of all ranks.
+_LOSS_SUM, _TOKENS, _NON_FINITE, _AGREEMENT, _ALL_TOKENS, _WIDTH = 0, 1, 2, 3, 6, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class GuardVerdict:
         non_finite_ranks: number of ranks whose loss was NaN or infinite.
         own_loss_sum: this rank's sum, NaN or infinite as it was.
         own_offence: this rank's micro-batch is (one of) those that the refusal is about.
+        tokens: what all ranks' losses are counted in; a rank whose count is not finite adds 1.
     """
 
     step: int
@@ -42,6 +44,7 @@ class GuardVerdict:
     non_finite_ranks: int
     own_loss_sum: float
     own_offence: bool
+    tokens: float
 
     @property
     def admitted(self) -> bool:
@@ -57,7 +60,7 @@ class PerTokenLossGuard:
     ``spike_multiplier`` times the median of the last ``window_size`` ones. Refusing together is what keeps ranks
     in step: each replaces its forward by a dummy one, so a sharded model issues the same collectives everywhere.
 
-    Cost: one all-reduce of six float64 numbers (none for one rank) and one wait for the device per micro-batch.
+    Cost: one all-reduce of seven float64 numbers (none for one rank) and one wait for the device per micro-batch.
 
     Args:
         device: where the losses are.
@@ -139,7 +142,8 @@ class PerTokenLossGuard:
         finite = own.isfinite().all()
         mark = fingerprint((self.history.spike_multiplier, limit))
         agreement = own.new_tensor([1.0, mark, mark * mark])
-        message = torch.cat([own.where(finite, 0.0), (~finite).to(own.dtype)[None], agreement])
+        everyones = own[1:].where(own[1:].isfinite(), 1.0)
+        message = torch.cat([own.where(finite, 0.0), (~finite).to(own.dtype)[None], agreement, everyones])
         assert message.numel() == _WIDTH
         return own, message
 
@@ -165,6 +169,7 @@ class PerTokenLossGuard:
             non_finite_ranks=non_finite,
             own_loss_sum=own_sum,
             own_offence=bool(own_offence),
+            tokens=reduced[_ALL_TOKENS],
         )
 
     def state_dict(self) -> dict[str, Any]:

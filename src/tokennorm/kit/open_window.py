@@ -42,6 +42,8 @@ class OpenWindow:
         self.stats: TokenLossStats | None = None
         # The guard refused the latest micro-batch: what comes next must be its dummy.
         self.owes_dummy = False
+        # It has refused supervised tokens of this window, on all ranks together.
+        self.lost_tokens = False
         self._device = device
         self._declared = declared
         self._weights: dict[str, float] = {}

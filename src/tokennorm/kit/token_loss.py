@@ -68,7 +68,8 @@ class TokenNormedLossKit:
             accumulation steps under Accelerate or Lightning; 1 where a hook sums. :meth:`measure_averaging`
             finds it.
         empty_window: what a window without any supervised token does: "raise" EmptyWindowError, or "skip": then
-            ``stats.skipped`` is true on all ranks, gradients are scaled to 0, and the loop takes no step.
+            ``stats.skipped`` is true on all ranks, gradients are scaled to 0, and the loop takes no step. A window
+            whose supervised tokens were all refused by the loss guard is skipped in any case.
         extra_terms: names of the extra terms that may occur. Declared, a rank may leave them out (they count as
             zero) and any other name is an error. None: the names are those the window brings; ranks that bring
             different ones get an error.
@@ -198,6 +199,8 @@ class TokenNormedLossKit:
         if not admitted:
             # The router loss of a forward that was thrown away is nobody's to accumulate.
             self._watch.take()
+            assert self.loss_guard.last is not None
+            self._window.lost_tokens |= self.loss_guard.last.tokens > 0
         return admitted
 
     def begin_window(self, counts: Mapping[str, Count]) -> dict[str, Tensor]:
@@ -390,7 +393,8 @@ class TokenNormedLossKit:
         return WindowFacts(
             ranks=self._ranks,
             mode=mode,
-            empty_window=self._empty_window,
+            # What the guard refused says nothing about the data: the run goes on with the next window.
+            empty_window="skip" if self._window.lost_tokens else self._empty_window,
             weighted=self._window.weighted,
             backward_divisor=self._window.normalisation.given,
             terms=self._window.sums.term_names,
