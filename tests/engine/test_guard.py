@@ -27,6 +27,8 @@ from tests.engine.toy import weights
 from tokennorm.engine import (
     Batch,
     CheckpointStore,
+    Engine,
+    LoopConfig,
     ObjectiveOutput,
     ProgressPrinter,
     RefusedFolder,
@@ -263,3 +265,35 @@ def test_a_resumed_run_refuses_what_the_undisturbed_one_refuses(tmp_path: Path) 
     other, _ = guarded(toy(), guard=False)
     with pytest.raises(CheckpointError, match="only one of the two has a loss guard"):
         store.restore(other)
+
+
+def run_windows(engine: Engine, windows: list[list[Batch]], **options: Any) -> Any:
+    return train(engine, Listed(windows), total_steps=len(windows), config=LoopConfig(**options))
+
+
+def test_a_run_that_only_skips_ends_and_says_whose_fault_it_is() -> None:
+    nan, engine = [broken(3, 5, 1)], guarded(toy())[0]
+    with pytest.raises(NonFiniteError, match=r"all of 3 windows in a row.*after step 1 are all finite") as caught:
+        run_windows(engine, [SOUND, *[nan] * 9], max_refused_windows=3)
+    assert "loop.max_refused_windows" in str(caught.value)
+    model = toy()
+    engine, _ = guarded(model)
+    with torch.no_grad():
+        model.embedding.weight[3] = math.nan
+    with pytest.raises(NonFiniteError, match=r"all of 2 windows in a row.*hold NaN or infinity themselves"):
+        run_windows(engine, [nan] * 4, max_refused_windows=2)
+
+
+def test_a_window_that_trains_ends_the_row_and_spikes_have_no_part_in_it() -> None:
+    nan, engine = [broken(3, 5, 1)], guarded(toy(), lr=1e-3)[0]
+    spike = [{**sound(4, 6, 9), "factor": 1e3}]
+    row = [nan, nan, SOUND, nan, spike, nan]
+    assert run_windows(engine, [SOUND, SOUND, *row, SOUND], max_refused_windows=3).steps == 4
+    with pytest.raises(NonFiniteError):
+        run_windows(guarded(toy(), lr=1e-3)[0], [SOUND, SOUND, *row, nan, SOUND], max_refused_windows=3)
+
+
+def test_tokens_of_skipped_windows_are_in_no_total() -> None:
+    report = run_windows(guarded(toy(), lr=1e-3)[0], [SOUND, [broken(3, 5, 1)], SOUND])
+    tokens = [sum(batch[name] for batch in SOUND) for name in ("effective_tokens", "total_tokens")]
+    assert [report.effective_tokens, report.total_tokens] == [2 * one for one in tokens]

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from tokennorm.engine.checkpoint import CheckpointStore
 from tokennorm.engine.checkpoint_room import check_room
+from tokennorm.engine.emptied import EmptiedWindows
 from tokennorm.engine.engine import Engine
 from tokennorm.engine.evaluate import EvalReport
 from tokennorm.engine.objective import Batch
@@ -65,12 +66,15 @@ class LoopConfig:
     """The name that trackio and wandb gather runs under."""
     peak_tflops: float | None = None
     """Peak of one device in TFLOP/s, for MFU; by default the dense bf16 peak of a known GPU."""
+    max_refused_windows: int = 16
+    """End the run when the loss guard has emptied so many windows in a row because of NaN or infinity."""
 
     def __post_init__(self) -> None:
         check_sinks(self.sinks)
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ConfigError(f"loop.peak_tflops is {self.peak_tflops}", fix="give a positive number, or none")
-        for name, least in (("eval_every", 0), ("save_every", 0), ("keep_last", 1), ("log_every", 1)):
+        positive = ("keep_last", "log_every", "max_refused_windows")
+        for name, least in (("eval_every", 0), ("save_every", 0), *((name, 1) for name in positive)):
             if getattr(self, name) < least:
                 raise ConfigError(f"loop.{name} is {getattr(self, name)}", fix=f"give {least} or more")
 
@@ -129,6 +133,7 @@ def train(
 
     Raises:
         DataError: the windows ran out before any optimizer step of a run that had not begun.
+        NonFiniteError: the loss guard empties one window after the other.
         RunStopped: a signal asked for the end; it says where the run goes on.
     """
     config = config or LoopConfig()
@@ -184,17 +189,19 @@ def train(
             evaluate_and_save(again=True)
         progress.pause()
         reason: str | None = None
+        emptied = EmptiedWindows(engine, config.max_refused_windows)
         waiting = Waiting(windows if start < total_steps else ())
         for window in waiting:
             report = engine.train_step(window)
             asked, memory = stop.agree(cost.memory_bytes())
             log_step(report, window, cost, run, progress, config, total_steps, waiting.seconds, memory)
-            summary.total_tokens += report.total_tokens
             reason = report.skipped or reason
             if report.skipped is None:
                 summary.steps += 1
                 summary.effective_tokens += report.effective_tokens
+                summary.total_tokens += report.total_tokens
             end_if_asked(asked)
+            emptied.add(report)
             if report.skipped is not None:
                 continue
             if engine.step == total_steps:
