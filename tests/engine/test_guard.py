@@ -232,7 +232,23 @@ def test_skips_are_in_the_metrics_and_a_few_micro_batches_in_the_run_folder(tmp_
     blocked = tmp_path / "file"
     blocked.write_text("")
     engine, _ = guarded(toy(), on_refused=RefusedFolder(blocked / "refused"))
-    with pytest.warns(RuntimeWarning, match="could not be written"):
+    with pytest.warns(RuntimeWarning, match="could not be written: FileExistsError|could not be written: NotADir"):
+        assert engine.train_step([*SOUND, broken(5, 8, 3)]).skipped is None
+
+
+def test_what_cannot_be_decoded_or_described_does_not_end_a_run(tmp_path: Path) -> None:
+    def decode(ids: Any) -> str:
+        raise IndexError(f"no token {ids[0]}")
+
+    files = RefusedFolder(tmp_path / "ids", decode=decode)
+    engine, _ = guarded(toy(), on_refused=files)
+    assert engine.train_step([*SOUND, broken(5, 8, 3)]).skipped is None
+    (path,) = files.folder.iterdir()
+    written = json.loads(path.read_text())
+    assert written["text"].startswith("not decoded: IndexError: no token ")
+    assert written["batch"]["input_ids"] == broken(5, 8, 3)["input_ids"].tolist()
+    engine, _ = guarded(toy(), on_refused=RefusedFolder(tmp_path / "none", describe=lambda _: 1 / 0))
+    with pytest.warns(RuntimeWarning, match="could not be written: ZeroDivisionError"):
         assert engine.train_step([*SOUND, broken(5, 8, 3)]).skipped is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -102,7 +103,9 @@ def test_an_evaluation_that_a_stop_left_out_is_made_once_and_its_checkpoint_is_t
     assert go() == tmp_path / "step-00000004"
     assert evaluated == [0, 4, 8, 12]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000012"]
-    assert CheckpointStore(tmp_path).held_out_loss(12) == 4.0
+    assert CheckpointStore(tmp_path).was_evaluated(12)
+    manifest = json.loads((tmp_path / "step-00000012" / "manifest.json").read_text())
+    assert manifest["held_out_loss"] == 4.0
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.engine.toy import ToyWindows, build_engine
-from tokennorm.engine import LoopConfig, RunFolder, evaluate, train
+from tokennorm.engine import LoopConfig, RunFolder, Runtime, evaluate, train
+from tokennorm.engine.records import metrics_to_sinks
 from tokennorm.engine.sinks import GuardedSinks, open_sinks, scalars
 from tokennorm.engine.throughput import StepCost, known_peak_tflops
-from tokennorm.errors import ConfigError, MissingDependencyError
+from tokennorm.errors import ConfigError, DistributedError, MissingDependencyError
+from tokennorm.testing import spawn_ranks
 
 
 class Writer:
@@ -99,6 +101,45 @@ def test_a_training_feeds_its_sinks_and_goes_on_without_one_that_breaks(
     open_sinks(["wandb", "trackio"], folder=tmp_path / "run", project="p").close()
     assert services["wandb"].options[0] == services["wandb"].options[1]
     assert services["trackio"].options[0] == services["trackio"].options[1]
+
+
+def cannot_start(**_: Any) -> None:
+    raise PermissionError("not logged in")
+
+
+def test_a_sink_that_cannot_start_ends_a_new_run_and_not_one_that_goes_on(
+    tmp_path: Path, services: dict[str, Service]
+) -> None:
+    services["wandb"].init = cannot_start  # type: ignore[method-assign]
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="wandb could not be started: PermissionError: not logged in"):
+        open_sinks(["trackio", "wandb"], folder=tmp_path, say=said.append)
+    assert (services["trackio"].finished, said) == (1, [])
+    sinks = open_sinks(["trackio", "wandb"], folder=tmp_path, say=said.append, first_step=7)
+    assert said == [
+        "warning: no metrics go to wandb, which could not be started: PermissionError: not logged in "
+        "(metrics.jsonl has all of them)"
+    ]
+    sinks.log({"step": 8, "loss": 1.0})
+    assert services["trackio"].values == [(8, {"loss": 1.0})]
+
+
+def starts_without_login(rank: int, world_size: int, folder: str) -> str:
+    wandb = Service("wandb")
+    wandb.init = cannot_start  # type: ignore[method-assign]
+    sys.modules["wandb"] = wandb
+    run = RunFolder(folder, runtime=Runtime(rank=rank, local_rank=rank, world_size=world_size))
+    with (
+        pytest.raises((ConfigError, DistributedError), match="wandb could not be started") as caught,
+        metrics_to_sinks(run, LoopConfig(sinks=("wandb",)), 0),
+    ):
+        pass
+    return type(caught.value).__name__
+
+
+def test_all_ranks_hear_of_a_sink_that_cannot_start(tmp_path: Path) -> None:
+    found = [one.value for one in spawn_ranks(starts_without_login, 2, str(tmp_path / "run"), timeout_s=200)]
+    assert found == ["ConfigError", "DistributedError"]
 
 
 def test_a_sink_that_fails_to_close_is_no_error_and_an_interrupt_is_not_swallowed() -> None:

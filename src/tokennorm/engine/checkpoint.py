@@ -9,7 +9,6 @@ what holds otherwise.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch
 from tokennorm.engine import checkpoint_files as files
 from tokennorm.engine import checkpoint_state as states
 from tokennorm.engine.checkpoint_choice import newest_sound, require_sound
+from tokennorm.engine.checkpoint_losses import SavedLosses
 from tokennorm.engine.checkpoint_ranks import continuation_notes, of_rank, own_state
 from tokennorm.engine.checkpoint_tensors import (
     CheckpointException,
@@ -30,7 +30,6 @@ from tokennorm.engine.checkpoint_tensors import (
 from tokennorm.engine.distributed import (
     Runtime,
     all_ranks_or_none,
-    broadcast_from_main,
     gather_objects,
 )
 from tokennorm.engine.rng import capture_rng_state, continue_rng_state, restore_rng_state
@@ -81,8 +80,7 @@ class CheckpointStore:
         self.identity = states.flatten(fixed)
         self.runtime = runtime or Runtime()
         self.keep_last, self.keep_best, self.frozen = keep_last, keep_best, frozen
-        self._best_loss: float | None = None
-        self._best_known = False
+        self._saved_losses = SavedLosses(self.folder, self.runtime)
         self.current: Path | None = None
 
     def latest(self) -> Path | None:
@@ -92,22 +90,24 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the complete checkpoint with the lowest held-out loss, or None when no loss was saved."""
-        losses = self._finite_losses()
-        return min(losses, key=lambda path: (losses[path], path.name)) if losses else None
+        return self._saved_losses.best()
 
-    def held_out_loss(self, step: int) -> float | None:
-        """Return the loss that the checkpoint of ``step`` was saved with, if any; the same on every rank."""
-        own = self._losses().get(self.folder / files.folder_name(step)) if self.runtime.is_main else None
-        return broadcast_from_main(own, self.runtime)
+    def was_evaluated(self, step: int) -> bool:
+        """Whether the weights of ``step`` had been evaluated when they were saved; the same on every rank."""
+        return self._saved_losses.was_evaluated(step)
 
     def improves(self, held_out_loss: float | None) -> bool:
         """True when a state with this held-out loss is the best so far and is to be kept, on all ranks alike."""
-        if not self.keep_best or held_out_loss is None or not math.isfinite(held_out_loss):
-            return False
-        if not self._best_known:
-            own = min(self._finite_losses().values(), default=None) if self.runtime.is_main else None
-            self._best_loss, self._best_known = broadcast_from_main(own, self.runtime), True
-        return self._best_loss is None or held_out_loss < self._best_loss
+        return self.keep_best and self._saved_losses.lower_than_all(held_out_loss)
+
+    def records(self, checkpoint: Path) -> int | None:
+        """Return, on rank 0, how many lines the run's ``metrics.jsonl`` had when this was saved.
+
+        None when that was not said, and for a checkpoint of another folder, whose lines are not this run's.
+        """
+        if not self.runtime.is_main or checkpoint.resolve().parent != self.folder.resolve():
+            return None
+        return files.read_manifest(checkpoint).get("records")
 
     def save(
         self,
@@ -115,6 +115,8 @@ class CheckpointStore:
         *,
         loader_state: Mapping[str, Any] | None = None,
         held_out_loss: float | None = None,
+        evaluated: bool | None = None,
+        records: int | None = None,
     ) -> Path:
         """Write a checkpoint of ``engine`` on all ranks together and delete what is not to be kept.
 
@@ -123,6 +125,8 @@ class CheckpointStore:
             loader_state: this rank's place in the data (tensors and plain values). A place that is the same on
                 every rank, such as the number of finished windows, can be resumed by another number of ranks.
             held_out_loss: of exactly these weights, if it was measured; the same on every rank.
+            evaluated: whether they were, by default if there is a loss. (Held-out data may have no token.)
+            records: lines of the run's ``metrics.jsonl``, of which a resume drops what comes after; on rank 0.
 
         Raises:
             CheckpointError: it could not be written; older checkpoints are untouched. A rank that had no part in
@@ -132,6 +136,7 @@ class CheckpointStore:
         hidden = self.folder / f".partial-{files.folder_name(step)}"
         whole = self.frozen is None
         tensors = {**states.model_tensors(engine, frozen=whole), **states.optimizer_tensors(engine)}
+        facts = self._facts(held_out_loss, held_out_loss is not None if evaluated is None else evaluated, records)
         own = {"rng": capture_rng_state(engine.device), "loader": dict(loader_state or {})}
 
         def begin() -> None:
@@ -153,7 +158,7 @@ class CheckpointStore:
         def commit() -> None:
             if runtime.is_main:
                 entries = {name: entry for one in everyone for name, entry in one.items()}
-                files.commit(hidden, step, self._facts(held_out_loss), entries)
+                files.commit(hidden, step, facts, entries)
 
         try:
             self._together(begin, step)
@@ -164,8 +169,8 @@ class CheckpointStore:
             if runtime.is_main:
                 files.discard(self.folder, step)
             raise
-        if self.improves(held_out_loss):
-            self._best_loss = held_out_loss
+        if self.keep_best:
+            self._saved_losses.add(held_out_loss)
         if runtime.is_main:
             best = self.best() if self.keep_best else None
             files.prune(self.folder, self.keep_last, () if best is None else (best,))
@@ -265,28 +270,18 @@ class CheckpointStore:
             fix="resume with the settings in the run folder's config.json, or start a new run from its export",
         )
 
-    def _facts(self, held_out_loss: float | None) -> dict[str, Any]:
+    def _facts(self, held_out_loss: float | None, evaluated: bool, records: int | None) -> dict[str, Any]:
         return {
             "world_size": self.runtime.world_size,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "held_out_loss": held_out_loss,
+            "evaluated": evaluated,
+            **({} if records is None else {"records": records}),
             "identity": self.identity,
             "layout": self.layout,
             **({"frozen": self.frozen} if self.frozen else {}),
         }
-
-    def _losses(self) -> dict[Path, float]:
-        found = {}
-        for path in files.whole_checkpoints(self.folder):
-            loss = files.read_manifest(path)["held_out_loss"]
-            if loss is not None:
-                found[path] = loss
-        return found
-
-    def _finite_losses(self) -> dict[Path, float]:
-        # NaN is neither above nor below anything: it would stay the best for ever.
-        return {path: loss for path, loss in self._losses().items() if math.isfinite(loss)}
 
     def _together(self, action: Callable[[], Any], step: int) -> Any:
         """Run ``action`` on all ranks or fail on all of them; a failed write becomes an error that says so."""

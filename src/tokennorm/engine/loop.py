@@ -146,16 +146,22 @@ def train(
 
     # A run that was stopped by a signal saved itself before the evaluation that was due.
     unmeasured = (
-        start > 0 and evaluate is not None and checkpoints is not None and checkpoints.held_out_loss(start) is None
+        start > 0 and evaluate is not None and checkpoints is not None and not checkpoints.was_evaluated(start)
     )
 
     def save() -> Path | None:
         if checkpoints is None:
             return None
-        loss = held_out.loss_after(engine.step)
-        if engine.step == start and not (unmeasured and loss is not None):
+        measured = held_out.measured(engine.step)
+        if engine.step == start and not (unmeasured and measured):
             return checkpoints.current
-        return checkpoints.save(engine, loader_state=windows.state_dict(), held_out_loss=loss)
+        return checkpoints.save(
+            engine,
+            loader_state=windows.state_dict(),
+            held_out_loss=held_out.loss_after(engine.step),
+            evaluated=measured,
+            records=None if run is None else run.records,
+        )
 
     def end_if_asked(number: int) -> None:
         if number:
@@ -211,7 +217,7 @@ def train(
             evaluate_and_save()
         if engine.step == 0:
             raise _nothing_trained(reason)
-        summary.after = held_out()
+        summary.after = held_out(again=checkpoints is not None and 0 < start == engine.step and not unmeasured)
         save()
     return summary
 

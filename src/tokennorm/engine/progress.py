@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from tokennorm.engine.terminal import print_line
+
 __all__ = ["ProgressPrinter", "format_count", "format_duration", "format_step_line"]
 
 
@@ -91,6 +93,7 @@ class ProgressPrinter:
         self._stream = stream
         self._recent: deque[tuple[float, int]] = deque(maxlen=history)
         self._last = time.monotonic()
+        self._gone = False
 
     def pause(self) -> None:
         """Leave the time since the last step out of the rate: call after an evaluation or a checkpoint."""
@@ -146,7 +149,7 @@ class ProgressPrinter:
         )
 
     def say(self, text: str) -> None:
-        """Print a line of any other kind."""
-        if self.enabled:
+        """Print a line of any other kind. Where none can be printed any more, the run goes on without."""
+        if self.enabled and not self._gone:
             # Looked up at each call, so that a test or a notebook that replaces sys.stdout sees the lines.
-            print(text, file=self._stream or sys.stdout, flush=True)
+            self._gone = not print_line(text, self._stream or sys.stdout)

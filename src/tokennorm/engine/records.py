@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tokennorm.engine.distributed import all_ranks_or_none
 from tokennorm.engine.engine import Engine, StepReport
 from tokennorm.engine.evaluate import EvalReport
 from tokennorm.engine.objective import Batch
 from tokennorm.engine.progress import ProgressPrinter
 from tokennorm.engine.run_folder import RunFolder
-from tokennorm.engine.sinks import open_sinks
+from tokennorm.engine.sinks import GuardedSinks, open_sinks
+from tokennorm.engine.terminal import warn_line
 from tokennorm.engine.throughput import StepCost
 
 if TYPE_CHECKING:
@@ -24,20 +25,28 @@ __all__ = ["HeldOut", "Waiting", "log_step", "metrics_to_sinks"]
 
 @contextmanager
 def metrics_to_sinks(run: RunFolder | None, config: LoopConfig, first_step: int) -> Iterator[None]:
-    """Give the run's records to the sinks that were asked for, as long as this lasts."""
-    if run is None or not config.sinks or not run.runtime.is_main:
+    """Give the run's records to the sinks that were asked for, as long as this lasts; every rank enters it.
+
+    Raises:
+        ConfigError: on rank 0, DistributedError on the others: a sink of a run that begins can't be started.
+    """
+    if run is None or not config.sinks:
         yield
         return
 
-    def warn(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    def opened() -> GuardedSinks | None:
+        if not run.runtime.is_main:
+            return None
+        where = {"folder": run.path, "project": config.project}
+        return open_sinks(config.sinks, **where, say=warn_line, first_step=first_step)
 
-    run.sinks = open_sinks(config.sinks, folder=run.path, project=config.project, say=warn, first_step=first_step)
+    run.sinks = all_ranks_or_none(opened, run.runtime)
     try:
         yield
     finally:
-        run.sinks.close()
-        run.sinks = None
+        if run.sinks is not None:
+            run.sinks.close()
+            run.sinks = None
 
 
 class Waiting:
@@ -71,12 +80,16 @@ class HeldOut:
         self._engine, self._evaluate, self._run, self._progress = engine, evaluate, run, progress
         self._last: tuple[int, float | None] = (-1, None)
 
+    def measured(self, step: int) -> bool:
+        """Whether the weights after ``step`` were the last to be evaluated."""
+        return self._last[0] == step
+
     def loss_after(self, step: int) -> float | None:
         """Return the loss of the weights after ``step``, if they were the last to be evaluated."""
-        return self._last[1] if self._last[0] == step else None
+        return self._last[1] if self.measured(step) else None
 
-    def __call__(self) -> EvalReport | None:
-        """Evaluate on all ranks."""
+    def __call__(self, *, again: bool = False) -> EvalReport | None:
+        """Evaluate on all ranks; ``again``: the records have it already."""
         if self._evaluate is None:
             return None
         report = self._evaluate()
@@ -86,7 +99,7 @@ class HeldOut:
             f"held-out after step {self._engine.step}  {loss}  "
             f"tok {report.effective_tokens:,.0f}/{report.total_tokens:,}{self._progress.extras(report.metrics)}"
         )
-        if self._run is not None:
+        if self._run is not None and not again:
             self._run.log(
                 {
                     "step": self._engine.step,

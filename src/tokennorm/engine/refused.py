@@ -124,8 +124,12 @@ class RefusedFolder:
             if path.exists() or len(list(self.folder.glob(f"*-rank-{self._rank}.json"))) < self.limit:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(self._content(refused, batch, outputs), allow_nan=False) + "\n")
-        except OSError as error:
-            warnings.warn(f"the refused micro-batch could not be written: {error}", RuntimeWarning, stacklevel=2)
+        except Exception as error:
+            warnings.warn(
+                f"the refused micro-batch could not be written: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _content(self, refused: RefusedMicroBatch, batch: Batch, outputs: ObjectiveOutput) -> dict[str, Any]:
         content: dict[str, Any] = {
@@ -138,10 +142,18 @@ class RefusedFolder:
         }
         ids = batch.get("input_ids")
         if self.decode is not None and isinstance(ids, Tensor):
-            content["text"] = [self.decode(row) for row in ids.reshape(-1, ids.shape[-1]).tolist()]
+            content["text"] = self._text(self.decode, ids)
         if outputs.token_losses is not None:
             content["token_losses"] = outputs.token_losses
         return _plain(content)
+
+    @staticmethod
+    def _text(decode: Callable[[Sequence[int]], str], ids: Tensor) -> list[str] | str:
+        try:
+            return [decode(row) for row in ids.reshape(-1, ids.shape[-1]).tolist()]
+        except Exception as error:
+            # The ids themselves are worth having, all the more when they can't be decoded.
+            return f"not decoded: {type(error).__name__}: {error}"
 
 
 def _plain(value: Any) -> Any:

@@ -60,6 +60,6 @@ def resume_run(
     aside = all_ranks_or_none(lambda: store.set_aside_after(engine.step), store.runtime)
     if aside is not None:
         say(f"note: the checkpoints of later steps are now in {aside}; nothing reads them any more")
-    run.forget_after(engine.step)
+    run.forget_after(engine.step, records=store.records(path))
     say(f"resumed from {path}")
     return path

@@ -21,6 +21,7 @@ from typing import Any
 from tokennorm.engine.distributed import Runtime, broadcast_from_main
 from tokennorm.engine.folder_lock import FolderInUseError, hold_folder, is_held, release_folder
 from tokennorm.engine.sinks import MetricSink
+from tokennorm.engine.terminal import warn_line
 from tokennorm.errors import ConfigError, RunFolderError
 
 __all__ = ["RunFolder", "config_to_dict"]
@@ -63,6 +64,7 @@ class RunFolder:
         # Further places for the records, while a training has any open.
         self.sinks: MetricSink | None = None
         self._metrics = self.path / "metrics.jsonl"
+        self._records: int | None = None
         self._resume = resume
         # Whether this object has looked for another run, on rank 0.
         self._mine = False
@@ -121,7 +123,7 @@ class RunFolder:
                 f"the folder {self.path} already holds a run", fix="resume it, or give another run folder"
             )
         if note is not None:
-            print(f"note: {note}", file=sys.stderr, flush=True)
+            warn_line(f"note: {note}")
         self._mine = True
         return None
 
@@ -162,18 +164,33 @@ class RunFolder:
         if self.runtime.is_main:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
+                lines = self.records
                 problem = self._problem(make=False)
                 if problem is not None:
                     raise problem
                 with self._metrics.open("a") as file:
                     file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+                self._records = lines + 1
             except OSError as error:
                 raise _unwritten(self._metrics, error) from error
             if self.sinks is not None:
                 self.sinks.log(record)
 
-    def forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run will do again, also a last line cut off by a kill.
+    @property
+    def records(self) -> int:
+        """Lines that ``metrics.jsonl`` has, as far as rank 0 knows; 0 on the others."""
+        if self._records is None:
+            there = self.runtime.is_main and self._metrics.exists()
+            self._records = len(self._metrics.read_text().splitlines()) if there else 0
+        return self._records
+
+    def forget_after(self, step: int, *, records: int | None = None) -> None:
+        """Drop the lines of what a resumed run will do again, also a last line cut off by a kill.
+
+        Args:
+            step: that the run goes on from.
+            records: lines that there were when that was saved. None: all up to that step stay, without the
+                skipped windows that came after it.
 
         Raises:
             RunFolderError: they can't be written; what was there is still there.
@@ -181,14 +198,16 @@ class RunFolder:
         if not self.runtime.is_main or not self._metrics.exists():
             return
         kept = []
-        for line in self._metrics.read_text().splitlines():
+        for line in self._metrics.read_text().splitlines()[:records]:
             try:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if record.get("step", 0) <= step:
+            place = record.get("step", 0)
+            if place < step or (place == step and (records is not None or "skipped" not in record)):
                 kept.append(line + "\n")
         _replace(self._metrics, "".join(kept))
+        self._records = len(kept)
 
     def _write_json(self, name: str, value: Any) -> None:
         _replace(self.path / name, json.dumps(value, indent=2) + "\n")

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -107,5 +108,6 @@ class StopRequest:
             if self._announce:
                 # Not print: the signal may have come in the middle of one.
                 name = signal.Signals(number).name
-                os.write(2, f"{name}: the run ends after this step (Ctrl-C again: at once)\n".encode())
+                with suppress(OSError):
+                    os.write(2, f"{name}: the run ends after this step (Ctrl-C again: at once)\n".encode())
         self._received = max(self._received, number)

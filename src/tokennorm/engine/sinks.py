@@ -109,6 +109,8 @@ def open_sinks(
 ) -> GuardedSinks:
     """Open the sinks of one run, on the main rank.
 
+    One that can't be started is an error of a run that begins, and a warning to one that goes on.
+
     Args:
         names: of :data:`SINKS`.
         folder: the run folder. A run that goes on in it is continued in the sinks too.
@@ -117,7 +119,7 @@ def open_sinks(
         first_step: steps above it were not made yet: TensorBoard drops them if it has any.
 
     Raises:
-        ConfigError, MissingDependencyError: see :func:`check_sinks`.
+        ConfigError, MissingDependencyError: see :func:`check_sinks`; or it could not be started.
     """
     check_sinks(names)
     openers: dict[str, Callable[[], MetricSink]] = {
@@ -125,7 +127,22 @@ def open_sinks(
         "trackio": lambda: _Service("trackio", folder, project),
         "wandb": lambda: _Service("wandb", folder, project),
     }
-    return GuardedSinks({name: openers[name]() for name in names}, say)
+    sinks: dict[str, MetricSink] = {}
+    for name in names:
+        try:
+            sinks[name] = openers[name]()
+        except Exception as error:
+            problem = f"could not be started: {type(error).__name__}: {error}"
+            if first_step == 0:
+                GuardedSinks(sinks, say).close()
+                raise ConfigError(
+                    f"{name} {problem}",
+                    why="loop.sinks asks for it; nothing is lost yet",
+                    fix=f"repair it, or leave {name} out of loop.sinks: metrics.jsonl is written in any case",
+                ) from error
+            # Somebody may have left this run alone: it is to go on when a server is down.
+            say(f"warning: no metrics go to {name}, which {problem} (metrics.jsonl has all of them)")
+    return GuardedSinks(sinks, say)
 
 
 class _TensorBoard:
