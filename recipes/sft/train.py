@@ -30,6 +30,7 @@ from tokennorm.engine import (
     distributed_session,
     evaluate,
     export_pretrained,
+    fixed_divisor,
     frozen_fingerprint,
     is_sharded,
     precision_notes,
@@ -188,6 +189,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         dp_world_size=runtime.world_size,
         dp_group=runtime.group,
         token_loss_kit=kit,
+        backward_divisor=_divisor(config, runtime) if precision is torch.float16 else None,
         max_grad_norm=config.optim.max_grad_norm,
     )
     held_out: Sequence[Batch] = ()
@@ -210,6 +212,13 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
         identity=identity,
         frozen=frozen,
     )
+
+
+def _divisor(config: SftConfig, runtime: Runtime) -> float:
+    data = config.data
+    rows = data.micro_batch_size * data.micro_batches_per_window
+    length = (data.pack_length or data.max_length) if data.packing else data.max_length
+    return fixed_divisor(rows * length, runtime.world_size)
 
 
 def _answer(job: SftJob, config: SftConfig, runtime: Runtime, progress: ProgressPrinter, when: str) -> None:

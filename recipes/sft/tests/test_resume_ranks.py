@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -109,14 +109,15 @@ def test_a_run_of_two_ranks_goes_on_with_the_same_samples_on_any_other(tiny_fold
             torch.testing.assert_close(weight, weights[key], rtol=1e-5, atol=1e-7)
 
 
-def test_dropout_and_a_mixture_go_on_bit_for_bit(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("autocast", ["none", "float16"])
+def test_dropout_and_a_mixture_go_on_bit_for_bit(tiny_folder: Path, autocast: Literal["none", "float16"]) -> None:
     torch.set_num_threads(1)
     lines = (tiny_folder / "chats.jsonl").read_text().splitlines(keepends=True)
     (tiny_folder / "few.jsonl").write_text("".join(lines[::3]))
 
     def everything(name: str) -> SftConfig:
         return SftConfig(
-            model=ModelConfig(path=str(tiny_folder / "model")),
+            model=ModelConfig(path=str(tiny_folder / "model"), autocast=autocast),
             lora=LoraConfig(rank=4, dropout=0.3, export="adapter"),
             data=DataConfig(
                 mixture=(f"all={tiny_folder / 'chats.jsonl'}", f"few={tiny_folder / 'few.jsonl'}@2"),
@@ -130,14 +131,15 @@ def test_dropout_and_a_mixture_go_on_bit_for_bit(tiny_folder: Path) -> None:
             run=RunConfig(dir=str(tiny_folder / name), resume=True),
         )
 
-    run(everything("mixed"))
-    want = load_file(tiny_folder / "mixed" / "export" / "adapter_model.safetensors")
-    shutil.copytree(tiny_folder / "mixed", tiny_folder / "mixed-again")
-    forget(tiny_folder / "mixed-again", FROM)
+    mixed, resumed = f"mixed-{autocast}", f"mixed-{autocast}-again"
+    run(everything(mixed))
+    want = load_file(tiny_folder / mixed / "export" / "adapter_model.safetensors")
+    shutil.copytree(tiny_folder / mixed, tiny_folder / resumed)
+    forget(tiny_folder / resumed, FROM)
     torch.manual_seed(123)
-    run(everything("mixed-again"))
-    got = load_file(tiny_folder / "mixed-again" / "export" / "adapter_model.safetensors")
+    run(everything(resumed))
+    got = load_file(tiny_folder / resumed / "export" / "adapter_model.safetensors")
     assert got.keys() == want.keys()
     for name, weight in got.items():
         assert torch.equal(weight, want[name]), name
-    assert curve(tiny_folder / "mixed-again") == curve(tiny_folder / "mixed")
+    assert curve(tiny_folder / resumed) == curve(tiny_folder / mixed)

@@ -21,7 +21,13 @@ from tokennorm.engine.export import export_pretrained
 from tokennorm.engine.loop import LoopConfig, TrainReport, WindowSource, train
 from tokennorm.engine.objective import Batch, CausalLMObjective, Objective, ObjectiveOutput
 from tokennorm.engine.optim import OptimConfig, build_optimizer, build_scheduler, learning_rate_factor
-from tokennorm.engine.precision import AutocastObjective, autocast_dtype, build_scaler, precision_notes
+from tokennorm.engine.precision import (
+    AutocastObjective,
+    autocast_dtype,
+    build_scaler,
+    fixed_divisor,
+    precision_notes,
+)
 from tokennorm.engine.progress import ProgressPrinter, format_step_line
 from tokennorm.engine.refused import RefusedFolder, RefusedMicroBatch
 from tokennorm.engine.resume import resume_run
@@ -66,6 +72,7 @@ __all__ = [
     "distributed_session",
     "evaluate",
     "export_pretrained",
+    "fixed_divisor",
     "format_step_line",
     "frozen_fingerprint",
     "is_sharded",

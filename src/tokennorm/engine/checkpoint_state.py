@@ -102,6 +102,7 @@ def plain_state(engine: Engine) -> dict[str, Any]:
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "scaler": engine.scaler.state_dict(),
         "guard": None if guard is None else guard.state_dict(),
+        "kit": engine.token_loss_kit.state_dict(),
     }
 
 
@@ -121,7 +122,7 @@ def optimizer_templates(engine: Engine, index: Mapping[str, Description]) -> dic
 
 
 def restore_plain_state(engine: Engine, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Give optimizer, schedule, scaler and guard their state; ``tensors`` are the filled templates."""
+    """Give optimizer, schedule, scaler, accounting and guard their state; ``tensors`` are the filled templates."""
     by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in state["values"].items()}
     for full, value in tensors.items():
         name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
@@ -140,6 +141,9 @@ def restore_plain_state(engine: Engine, state: Mapping[str, Any], tensors: Mappi
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(state["scheduler"])
     engine.scaler.load_state_dict(state["scaler"])
+    # Checkpoints of earlier versions have none.
+    if "kit" in state:
+        engine.token_loss_kit.load_state_dict(state["kit"])
     if engine.token_loss_kit.loss_guard is not None:
         engine.token_loss_kit.loss_guard.load_state_dict(state["guard"])
 

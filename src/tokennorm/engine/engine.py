@@ -65,6 +65,10 @@ class Engine:
         token_loss_kit: the accounting; by default one for this device and these ranks. Its policy for empty
             windows is the engine's: an error, or a step that moves nothing and is reported. What its loss guard
             emptied is never an error.
+        backward_divisor: what provisional losses are divided by, see
+            :meth:`~tokennorm.kit.TokenNormedLossKit.accumulate_microbatch`. For fp16
+            :func:`~tokennorm.engine.fixed_divisor`: the kit's own follows the window before, and after a short one
+            a long one may overflow.
         max_grad_norm: clip the global gradient norm to this; None reports the norm only.
         after_reduce: called after each window's reduction, where the host waits for the device anyway; raises what
             an objective found on the device and could not tell at once.
@@ -85,6 +89,7 @@ class Engine:
         dp_world_size: int = 1,
         dp_group: dist.ProcessGroup | None = None,
         token_loss_kit: TokenNormedLossKit | None = None,
+        backward_divisor: float | None = None,
         max_grad_norm: float | None = 1.0,
         after_reduce: Callable[[], None] | None = None,
         on_refused: Callable[[RefusedMicroBatch, Batch, ObjectiveOutput], None] | None = None,
@@ -96,6 +101,7 @@ class Engine:
         self.token_loss_kit = token_loss_kit or TokenNormedLossKit(
             device=self.device, dp_world_size=dp_world_size, dp_group=dp_group
         )
+        self.backward_divisor = backward_divisor
         self.max_grad_norm, self.after_reduce = max_grad_norm, after_reduce
         self.step = 0
         self.on_refused = on_refused
@@ -128,6 +134,7 @@ class Engine:
             loss_sum=outputs.loss_sum,
             effective_tokens=outputs.count(batch),
             total_tokens=batch["total_tokens"],
+            backward_divisor=self.backward_divisor,
             extra_terms=outputs.extra_terms,
         )
         self.scaler.scale(loss).backward()

@@ -19,6 +19,7 @@ __all__ = [
     "AutocastObjective",
     "autocast_dtype",
     "build_scaler",
+    "fixed_divisor",
     "precision_notes",
     "step_with_scaler",
     "unscale_gradients",
@@ -76,6 +77,19 @@ class AutocastObjective:
 def build_scaler(dtype: torch.dtype | None, device_type: str) -> torch.amp.GradScaler | None:
     """Return a loss scaler for float16, which has no room for small gradients; None for other dtypes."""
     return torch.amp.GradScaler(device_type) if dtype is torch.float16 else None
+
+
+def fixed_divisor(window_tokens: int, ranks: int) -> float:
+    """Return the power of two at or above a rank's part of a window: the divisor of provisional losses in fp16.
+
+    A gradient of one token is then as large in each window, whatever came before: the loss scaler has one range
+    to find, and an exact gradient's rescale rounds nothing.
+
+    Args:
+        window_tokens: the most that a window of all ranks can hold.
+        ranks: among which it is divided.
+    """
+    return 2.0 ** math.ceil(math.log2(max(1.0, window_tokens / ranks)))
 
 
 def precision_notes(model: nn.Module, dtype: torch.dtype | None) -> list[str]:

@@ -55,8 +55,9 @@ class TokenNormedLossKit:
     and no gradient is touched afterwards.
 
     No call waits for the device, except on a device without float64 (MPS): there the sums live on the CPU, and
-    each micro-batch costs one copy. Nothing of the kit needs to be in a checkpoint: between windows it keeps only
-    its next divisor, a power of two, which rounds nothing (fp16: as long as gradients stay in range).
+    each micro-batch costs one copy. Between windows it keeps only its next divisor, a power of two, which rounds
+    nothing. In fp16, where gradients may leave the range, give :meth:`accumulate_microbatch` a fixed one, or keep
+    :meth:`state_dict` in checkpoints; otherwise nothing of the kit needs to be in one.
 
     Args:
         device: where the losses are. The window's message is reduced there, so it must fit the group's backend.
@@ -267,7 +268,7 @@ class TokenNormedLossKit:
                 the dtype says which of the two it is.
             total_tokens: tokens that are not padding. Only logged.
             backward_divisor: what the loss is divided by until the counts are known; positive, the same in the
-                whole window and on every rank. Default: a power of two near a rank's tokens per window.
+                whole window and on every rank. Default: a power of two near a rank's tokens in the window before.
             extra_terms: name -> term, e.g. ``{"router": LossTerm(numerator=..., denominator=..., weight=...)}``.
                 In a deferred window each term's denominator must equal ``effective_tokens``. A weight is
                 constant inside a window.
@@ -375,6 +376,20 @@ class TokenNormedLossKit:
         """
         if not discard:
             self._window.check_finished()
+        self._open_window()
+
+    def state_dict(self) -> dict[str, float]:
+        """What the next window's provisional gradients depend on, between two windows; waits for the device."""
+        return {"default_divisor": float(self._default_divisor)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the divisor of a state.
+
+        Raises:
+            KitUsageError: inside a window.
+        """
+        self._require_unused("load_state_dict")
+        self._default_divisor = float(state["default_divisor"])
         self._open_window()
 
     def _open_window(self) -> None:
