@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tokennorm.data import parse_mixture
+from tokennorm.data import parse_mixture, read_date
 from tokennorm.errors import ConfigError
 from tokennorm.recipes.common.require import require
 
@@ -47,6 +47,9 @@ class DataConfig:
     turns: Literal["all", "each"] = "all"
     """Supervise all assistant turns of a chat at once, or make each turn the last of a sample of its own: for
     templates that drop the reasoning of earlier turns."""
+    template_date: str | None = None
+    """The day (YYYY-MM-DD) that a template which prints the date shows; by default that on which the run began,
+    also when it is resumed."""
     bad_rows: Literal["error", "skip"] = "error"
     """Rows that can't be read or masked: stop with an error, or leave them out, count and report them."""
     max_bad_share: float = 0.01
@@ -77,6 +80,8 @@ class DataConfig:
         require(self.max_length >= 2, "data.max_length", self.max_length, "2 or more")
         require(0 <= self.max_bad_share <= 1, "data.max_bad_share", self.max_bad_share, "a number in [0, 1]")
         parse_mixture(self.mixture)
+        if self.template_date is not None:
+            read_date(self.template_date)
         buffer = self.pack_buffer
         require(
             buffer is None or (self.packing and buffer >= 1),

@@ -78,7 +78,7 @@ def settings_identity(config: DataConfig) -> dict[str, Any]:
     identity = {name: resolved[name] for name in DECIDING}
     # The window is a stretch of rows; how it is cut into micro-batches changes no sample of it.
     identity["rows_per_window"] = config.micro_batch_size * config.micro_batches_per_window
-    for name in ("turns", "pack_buffer"):
+    for name in ("turns", "pack_buffer", "template_date"):
         if resolved[name] != defaults[name]:
             identity[name] = resolved[name]
     return identity
@@ -218,6 +218,7 @@ class _Maker:
                 self.tokenizer,
                 max_length=self.config.max_length,
                 turns=self.config.turns,
+                date=self.config.template_date,
                 group=name,
                 bad_rows=BadRows(action=self.bad_rows.action, max_share=1.0),
                 workers=self.config.workers,

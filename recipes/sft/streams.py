@@ -105,7 +105,7 @@ def build_stream(config: SftConfig, *, vocabulary: int, held_out: ChatDataset | 
     return StreamData(
         parts=parts or (StreamPart(source=StreamSource(data.path)),),
         settings=StreamSettings(
-            encode=EncodeSettings(max_length=data.max_length, turns=data.turns),
+            encode=EncodeSettings(max_length=data.max_length, turns=data.turns, date=data.template_date),
             seed=config.train.seed,
             shuffle=data.shuffle,
             shuffle_buffer=data.shuffle_buffer,

@@ -50,6 +50,7 @@ from tokennorm.recipes.sft.datasets import Datasets
 from tokennorm.recipes.sft.identity import run_identity
 from tokennorm.recipes.sft.modelling import adapt, load, place
 from tokennorm.recipes.sft.streams import StreamData, stream_report
+from tokennorm.recipes.sft.template_date import hold_date
 from tokennorm.recipes.sft.windows import RunWindows, eval_batches, load_data, pad_id
 
 __all__ = ["SftJob", "SftResult", "prepare", "run"]
@@ -160,6 +161,7 @@ def prepare(config: SftConfig, runtime: Runtime, *, say: Callable[[str], None] =
     """
     seed_everything(config.train.seed + runtime.rank)
     model, tokenizer = load(config.model)
+    config = hold_date(config, tokenizer, runtime, say)
     data = load_data(config, tokenizer, model, runtime, say=say)
     datasets, total_steps = data.datasets, data.total_steps
     kit = build_kit(config.guard, runtime, empty_window=config.train.empty_window)

@@ -99,7 +99,7 @@ def test_whatever_changes_the_tokens_or_their_names_is_encoded_anew(make_tokeniz
     tokenizer = make_tokenizer("mistral")
     monkeypatch.setattr(cache.time, "strftime", lambda _: "tomorrow")
     assert key() == keys[0]
-    tokenizer.chat_template += "{# strftime_now #}"
+    tokenizer.chat_template += "{# strftime_now('%Y') #}"
     tomorrow = cache.cache_key(DOCUMENTS, tokenizer, SETTINGS)
     monkeypatch.setattr(cache.time, "strftime", lambda _: "today")
     assert cache.cache_key(DOCUMENTS, tokenizer, SETTINGS) != tomorrow

@@ -28,6 +28,7 @@ from tokennorm.data.rows import fill_rate, pack, pack_buffered
 from tokennorm.data.sample import IGNORE_INDEX, DatasetStatistics, Sample
 from tokennorm.data.sources import SourceRows, read_source
 from tokennorm.data.streaming import StreamPart, StreamSettings, StreamSource, StreamWindows
+from tokennorm.data.template_date import can_hold_date, read_date, shows_date, with_date
 from tokennorm.data.turns import Turn, assistant_turns
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "WindowLoader",
     "assistant_turns",
     "cache_folder",
+    "can_hold_date",
     "check_max_length",
     "collate_packed",
     "collate_padded",
@@ -84,8 +86,11 @@ __all__ = [
     "parse_mixture",
     "plan_windows",
     "rank_view",
+    "read_date",
     "read_jsonl",
     "read_source",
     "require_isolated_documents",
+    "shows_date",
     "terminal_progress",
+    "with_date",
 ]

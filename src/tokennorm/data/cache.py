@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tokennorm.data.documents import Document, TextDocument
 from tokennorm.data.encoding import EncodedDocument, EncodeSettings, Progress
+from tokennorm.data.template_date import can_hold_date, shows_date
 from tokennorm.data.workers import encode_in_workers
 from tokennorm.errors import DataError
 
@@ -97,8 +98,7 @@ def cache_key(documents: Sequence[Document], tokenizer: Any, settings: EncodeSet
     what = {
         **_encoding_facts(tokenizer, settings),
         "libraries": [_version("transformers"), _version("tokenizers")],
-        # A template that shows the date renders another text tomorrow.
-        "day": time.strftime("%Y-%m-%d") if "strftime" in str(getattr(tokenizer, "chat_template", None)) else None,
+        "day": _day(tokenizer, settings),
     }
     digest = hashlib.sha256(_canonical(what).encode())
     for document in documents:
@@ -113,7 +113,10 @@ def cache_key(documents: Sequence[Document], tokenizer: Any, settings: EncodeSet
 
 def encoding_fingerprint(tokenizer: Any, settings: EncodeSettings) -> str:
     """Hash of tokenizer, template and settings: what makes tokens and masks of documents not read yet."""
-    return hashlib.sha256(_canonical(_encoding_facts(tokenizer, settings)).encode()).hexdigest()[:16]
+    facts, day = _encoding_facts(tokenizer, settings), _day(tokenizer, settings)
+    # Left out where it decides nothing, as it always was.
+    facts |= {} if day is None else {"day": day}
+    return hashlib.sha256(_canonical(facts).encode()).hexdigest()[:16]
 
 
 def save_encoded(path: Path, encoded: Sequence[EncodedDocument]) -> None:
@@ -200,6 +203,15 @@ def _encoding_facts(tokenizer: Any, settings: EncodeSettings) -> dict[str, Any]:
         "template": getattr(tokenizer, "chat_template", None),
         "settings": [settings.max_length, settings.turns, _canonical(dict(settings.template_options))],
     }
+
+
+def _day(tokenizer: Any, settings: EncodeSettings) -> str | None:
+    """The day that the template shows, None when it shows none."""
+    if not shows_date(tokenizer):
+        return None
+    # What can't be held to a date shows today's beside it.
+    today = None if settings.date is not None and can_hold_date(tokenizer) else time.strftime("%Y-%m-%d")
+    return " ".join(day for day in (settings.date, today) if day is not None)
 
 
 def _digest(tensors: dict[str, Tensor]) -> Tensor:

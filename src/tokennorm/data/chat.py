@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokennorm.data.conversation import Conversation, Message
+from tokennorm.data.template_date import read_date, with_date
 from tokennorm.data.tools import tool_name, with_name
 from tokennorm.data.turn_text import MARKER
 from tokennorm.data.turns import Turn, assistant_turns
@@ -54,13 +55,19 @@ class ChatEncoder:
     Args:
         tokenizer: a fast Hugging Face tokenizer with a chat template.
         template_options: variables passed to the template (``enable_thinking=False``).
+        date: the day (``YYYY-MM-DD``) that a template which prints the date shows; None: today.
 
     Raises:
+        ConfigError: ``date`` is none.
         DataError: the tokenizer has no chat template, or can't report the offsets of its tokens.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, template_options: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        date: str | None = None,
     ) -> None:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         if not getattr(tokenizer, "chat_template", None):
@@ -76,7 +83,9 @@ class ChatEncoder:
                 fix="load the fast version (AutoTokenizer.from_pretrained(..., use_fast=True))",
             )
         self.tokenizer = tokenizer
-        self._options = dict(template_options or {})
+        self._options, self._date = dict(template_options or {}), date
+        if date is not None:
+            read_date(date)
         try:
             template = tokenizer.get_chat_template()
         except ValueError as error:  # several named templates and no default
@@ -160,6 +169,7 @@ class ChatEncoder:
             text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools or _tool_list(chat),
+                chat_template=self._template(chat),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._options,
@@ -173,10 +183,18 @@ class ChatEncoder:
         assert isinstance(text, str)
         return text
 
+    def _template(self, chat: Conversation) -> str | None:
+        """The template to render with; None: the tokenizer's own."""
+        if self._date is None:
+            return None
+        # There may be one for chats with tools.
+        return with_date(self.tokenizer.get_chat_template(tools=_tool_list(chat)), self._date)
+
     def _generation_mask(self, conversation: Conversation, length: int) -> list[bool]:
         encoded = self.tokenizer.apply_chat_template(
             list(conversation.messages),
             tools=_tool_list(conversation),
+            chat_template=self._template(conversation),
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},

@@ -62,6 +62,7 @@ class ChatDataset(Sequence[Sample]):
         *,
         max_length: int,
         template_options: Mapping[str, Any] | None = None,
+        date: str | None = None,
         progress: Progress | None = None,
         turns: Literal["all", "each"] = "all",
         group: str | None = None,
@@ -80,6 +81,7 @@ class ChatDataset(Sequence[Sample]):
             max_length: tokens; the head of a longer chat is kept. A chat that keeps no supervised token is
                 dropped and counted.
             template_options: variables for the chat template.
+            date: the day (``YYYY-MM-DD``) that a template which prints the date shows; None: today.
             progress: called with (done, total) now and then.
             turns: ``all``: a chat is one sample, with every assistant turn supervised. ``each``: every assistant
                 turn is the last of a sample of its own, after the messages before it as the template shows them
@@ -94,7 +96,9 @@ class ChatDataset(Sequence[Sample]):
             DataError: a conversation that can't be masked, or (NoSupervisedTokenError) nothing is supervised in
                 the whole set.
         """
-        settings = EncodeSettings(max_length=max_length, turns=turns, template_options=template_options or {})
+        settings = EncodeSettings(
+            max_length=max_length, turns=turns, template_options=template_options or {}, date=date
+        )
         encoded = encode_cached(
             conversations, tokenizer, settings, folder=cache, workers=workers, progress=progress
         )

@@ -31,11 +31,13 @@ class EncodeSettings:
         max_length: most tokens of a sample.
         turns: ``all``: a chat is one sample. ``each``: every assistant turn is the last of a sample of its own.
         template_options: variables for the chat template.
+        date: the day (``YYYY-MM-DD``) that a template which prints the date shows; None: today.
     """
 
     max_length: int
     turns: Literal["all", "each"] = "all"
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    date: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -109,7 +111,10 @@ class DocumentEncoder:
 
     def _chat_encoder(self) -> ChatEncoder:
         if self._chats is None:
-            self._chats = ChatEncoder(self._tokenizer, template_options=self._settings.template_options)
+            settings = self._settings
+            self._chats = ChatEncoder(
+                self._tokenizer, template_options=settings.template_options, date=settings.date
+            )
         return self._chats
 
     def _encode_chat(self, chat: Conversation) -> EncodedDocument:

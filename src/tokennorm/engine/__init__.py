@@ -1,7 +1,7 @@
 """The training engine: one exact optimizer step, and the run around it. It knows no data and no model family."""
 
 from tokennorm.engine.checkpoint import CheckpointStore
-from tokennorm.engine.checkpoint_choice import require_checkpoint
+from tokennorm.engine.checkpoint_choice import require_checkpoint, saved_identity
 from tokennorm.engine.checkpoint_state import frozen_fingerprint
 from tokennorm.engine.clipping import clip_gradients
 from tokennorm.engine.distributed import (
@@ -83,6 +83,7 @@ __all__ = [
     "reshard",
     "restore_rng_state",
     "resume_run",
+    "saved_identity",
     "seed_everything",
     "set_gradient_sync",
     "train",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tokennorm.engine import checkpoint_files as files
 from tokennorm.engine.distributed import Runtime, all_ranks_or_none, broadcast_from_main, gather_objects
 from tokennorm.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["newest_sound", "require_checkpoint", "require_sound"]
+__all__ = ["newest_sound", "require_checkpoint", "require_sound", "saved_identity"]
 
 
 def newest_sound(folder: Path, runtime: Runtime, say: Callable[[str], None]) -> Path | None:
@@ -60,6 +61,28 @@ def require_checkpoint(checkpoint: Path | str, runtime: Runtime) -> None:
     """
     path = Path(checkpoint)
     all_ranks_or_none(lambda: files.read_manifest(path) if runtime.is_main else None, runtime)
+
+
+def saved_identity(folder: Path, checkpoint: Path | str | None, runtime: Runtime) -> dict[str, Any]:
+    """Return the identity that a run would go on with, flat; the same on every rank, which all call it.
+
+    Args:
+        folder: the checkpoints of the run, of which the newest that looks whole counts.
+        checkpoint: one that was named instead.
+        runtime: this process's place among the ranks.
+
+    Returns:
+        What the store was given as ``identity`` when that was saved; empty when there is no checkpoint.
+
+    Raises:
+        CheckpointError: the named one can't be read.
+    """
+
+    def read() -> dict[str, Any]:
+        whole = files.whole_checkpoints(folder) if checkpoint is None else [Path(checkpoint)]
+        return files.read_manifest(whole[-1])["identity"] if whole else {}
+
+    return broadcast_from_main(all_ranks_or_none(read if runtime.is_main else dict, runtime), runtime)
 
 
 def _damage(checkpoint: Path, runtime: Runtime) -> DamagedCheckpointError | None:
