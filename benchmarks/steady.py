@@ -11,9 +11,11 @@ memory back every 50 steps: what is held then follows what is used.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -102,22 +104,24 @@ def config(folder: Path, steps: int) -> SftConfig:
 class WatchedRun(RunFolder):
     """Writes beside each step what the allocator says, and the processor time since the line before."""
 
-    trim_every = 0
+    trim_every = collect_every = 0
     _cpu = 0.0
 
     def log(self, record: Mapping[str, Any]) -> None:
         now = time.process_time()
         super().log({**record, **memory_in_use(), "cpu_seconds": now - self._cpu})
+        if self.collect_every and record["step"] % self.collect_every == 0:
+            gc.collect()
         if self.trim_every and record["step"] % self.trim_every == 0:
             give_back()
         self._cpu = time.process_time()
 
 
-def run(config: SftConfig, trim_every: int) -> Path:
+def run(config: SftConfig, *, trim_every: int = 0, collect_every: int = 0) -> Path:
     """Train as the recipe does; return the run folder."""
     with distributed_session(config.distributed) as runtime:
         folder = WatchedRun(str(config.run.dir), runtime=runtime)
-        folder.trim_every = trim_every
+        folder.trim_every, folder.collect_every = trim_every, collect_every
         progress = ProgressPrinter(0)
         job = prepare(config, runtime, say=progress.say)
         progress.total_steps = job.total_steps
@@ -220,12 +224,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/steady.md and .png")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
     parser.add_argument("--trim-every", type=int, default=0, help="give freed memory back every so many steps")
+    parser.add_argument("--collect-every", type=int, default=0, help="collect cyclic garbage every so many steps")
+    parser.add_argument("--keep", type=Path, help="copy the run's metrics.jsonl there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_model(folder / "model")
-        path = run(config(folder, options.steps), options.trim_every)
+        path = run(
+            config(folder, options.steps), trim_every=options.trim_every, collect_every=options.collect_every
+        )
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        if options.keep:
+            shutil.copy(path / "metrics.jsonl", options.keep)
         size = sum(path.stat().st_size for path in (path / "checkpoints").rglob("*") if path.is_file())
     records = [line for line in lines if "loss" in line]
     rows = parts(records)

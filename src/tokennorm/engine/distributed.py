@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from tokennorm.engine.joining import join_ranks
 from tokennorm.errors import ConfigError, DistributedError, TokenNormError
 
 __all__ = [
@@ -146,9 +147,7 @@ def _join(config: DistributedConfig, owns_group: bool) -> Runtime:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _choose_device(config.device, local_rank)
     if owns_group:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=config.timeout_s)
-        )
+        join_ranks("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=config.timeout_s))
     _set_threads(config.threads, local_world_size)
     if not dist.is_initialized():
         return Runtime(device=device)
