@@ -113,11 +113,16 @@ def _run_in(
     job = prepare(config, runtime, say=progress.say)
     progress.total_steps = job.total_steps
     store = CheckpointStore(
-        run_folder.checkpoints, identity=job.identity, runtime=runtime, keep_last=config.loop.keep_last
+        run_folder.checkpoints,
+        identity=job.identity,
+        runtime=runtime,
+        keep_last=config.loop.keep_last,
+        allow_changes=config.run.allow_changes,
     )
     if config.run.goes_on:
         resume_run(job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say)
-    run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
+    facts = {"total_steps": job.total_steps, "data": job.identity["data"]}
+    run_folder.describe(config, facts={**facts, **({"changes": store.changes} if store.changes else {})})
     job.engine.on_refused = RefusedFolder(
         run_folder.path / "refused",
         runtime=runtime,

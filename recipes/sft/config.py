@@ -122,6 +122,9 @@ class RunConfig:
     """Go on from the newest checkpoint in run.dir (from the beginning if there is none yet)."""
     resume_from: str | None = None
     """Go on from this checkpoint (a step-... folder), of this run or of another with the same settings."""
+    allow_changes: tuple[str, ...] = ()
+    """Entries of the run's identity that may differ from the checkpoint's, by the names that a refusal gives them
+    (optim.lr, train.max_steps) or the first part of them (optim). Each is reported and written down."""
     checkpoints: bool = True
     """Save checkpoints, at the end and at loop.save_every."""
     export: bool = True

@@ -116,10 +116,12 @@ def _run_in(run_folder: RunFolder, config: SftConfig, runtime: Runtime, progress
         runtime=runtime,
         keep_last=config.loop.keep_last,
         frozen=job.frozen,
+        allow_changes=config.run.allow_changes,
     )
     if config.run.goes_on:
         resume_run(job.engine, job.windows, store, run_folder, checkpoint=config.run.resume_from, say=progress.say)
-    run_folder.describe(config, facts={"total_steps": job.total_steps, "data": job.identity["data"]})
+    facts = {"total_steps": job.total_steps, "data": job.identity["data"]}
+    run_folder.describe(config, facts={**facts, **({"changes": store.changes} if store.changes else {})})
     job.engine.on_refused = RefusedFolder(
         run_folder.path / "refused", runtime=runtime, limit=config.guard.files, decode=job.tokenizer.decode
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tokennorm.engine import CausalLMObjective, Engine, OptimConfig, Runtime, ev
 from tokennorm.errors import CheckpointError
 from tokennorm.kit import apply_chunked_token_loss_patch
 from tokennorm.recipes.sft import SftResult, prepare, run
-from tokennorm.recipes.sft.config import RunConfig
+from tokennorm.recipes.sft.config import RunConfig, SftConfig
 from tokennorm.testing import spawn_ranks
 
 
@@ -143,3 +145,25 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert "resumed from" in lines
     assert "step-00000004" in lines
     assert lines.count("question: say beta 1 times\nanswer ") == 2
+
+
+def test_a_finished_run_goes_on_with_more_steps_at_another_rate(tiny_folder: Path) -> None:
+    def config(steps: int, lr: float, **go_on: Any) -> SftConfig:
+        settings = tiny_config(tiny_folder, "longer", optim=OptimConfig(lr=lr, warmup=1))
+        train = replace(settings.train, max_steps=steps)
+        return replace(settings, train=train, run=RunConfig(dir=str(tiny_folder / "longer"), **go_on))
+
+    run(config(4, 0.01))
+    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.01 there, 0\.005 here; train\.max_steps: 4"):
+        run(config(6, 0.005, resume=True))
+    result = run(config(6, 0.005, resume=True, allow_changes=("optim.lr", "train.max_steps")))
+    assert result.steps == 6
+    lines = records(result.folder, "loss")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    # The new schedule from where it would be: a cosine over six steps.
+    assert lines[4]["lr"] == pytest.approx(0.005 * 0.5 * (1 + math.cos(math.pi * 4 / 5)))
+    (change,) = json.loads((result.folder / "run.json").read_text())["changes"]
+    assert change == {
+        "step": 4,
+        "changed": ["optim.lr: 0.01 there, 0.005 here", "train.max_steps: 4 there, 6 here"],
+    }

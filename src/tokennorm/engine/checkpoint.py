@@ -8,8 +8,7 @@ what holds otherwise.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 
 from tokennorm.engine import checkpoint_files as files
 from tokennorm.engine import checkpoint_state as states
+from tokennorm.engine.checkpoint_changes import of_another_run, sort_out
 from tokennorm.engine.checkpoint_choice import newest_sound, require_sound
 from tokennorm.engine.checkpoint_losses import SavedLosses
 from tokennorm.engine.checkpoint_ranks import continuation_notes, of_rank, own_state
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointStore"]
 
 _STATE = "state.pt"
-# Enough to see what kind of difference it is; a foreign model would fill the screen.
-_DIFFERENCES_SHOWN = 6
 
 
 class CheckpointStore:
@@ -59,9 +57,12 @@ class CheckpointStore:
         keep_best: keep also the one with the lowest held-out loss.
         frozen: :func:`~tokennorm.engine.frozen_fingerprint` of the model. Given, frozen weights are left out of
             the checkpoints, which then go only with a model that has the same ones; None saves all weights.
+        allow_changes: names of entries of ``identity`` that may differ all the same, see
+            :func:`~tokennorm.engine.checkpoint_changes.sort_out`.
 
     Attributes:
         current: the checkpoint that this process saved or loaded last, the same on every rank.
+        changes: what was changed on purpose in the course of the run: the steps, and entries in words.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class CheckpointStore:
         keep_last: int = 2,
         keep_best: bool = False,
         frozen: str | None = None,
+        allow_changes: Sequence[str] = (),
     ) -> None:
         self.folder = Path(folder)
         fixed = dict(identity or {})
@@ -81,6 +83,8 @@ class CheckpointStore:
         self.runtime = runtime or Runtime()
         self.keep_last, self.keep_best, self.frozen = keep_last, keep_best, frozen
         self._saved_losses = SavedLosses(self.folder, self.runtime)
+        self.allow_changes = tuple(allow_changes)
+        self.changes: list[dict[str, Any]] = []
         self.current: Path | None = None
 
     def latest(self) -> Path | None:
@@ -211,7 +215,8 @@ class CheckpointStore:
 
         Everything is checked before anything is changed. The number of ranks may be another one, and so may what
         ``identity`` has under ``layout``: the same windows follow in the same order, but sums are rounded in
-        another order and random numbers (dropout) fall differently.
+        another order and random numbers (dropout) fall differently. Where something was changed on purpose, the
+        optimizer's settings and the schedule are the engine's, at the step that was saved.
 
         Args:
             engine: built as for the run that was saved.
@@ -221,7 +226,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: of another run: model, data or configuration differ. The differences are named.
         """
-        manifest, shared, own = all_ranks_or_none(lambda: self._read(checkpoint, engine), self.runtime)
+        manifest, shared, own, granted = all_ranks_or_none(lambda: self._read(checkpoint, engine), self.runtime)
         index = read_index(checkpoint)
         templates = states.optimizer_templates(engine, index)
         wanted = {**states.model_tensors(engine, frozen=not manifest.get("frozen")), **templates}
@@ -232,12 +237,17 @@ class CheckpointStore:
                 f"the tensors of {checkpoint} could not be read: {error}",
                 why="the model in memory is now incomplete",
             ) from error
-        states.restore_plain_state(engine, shared, templates)
+        states.restore_plain_state(engine, shared, templates, own_settings=bool(granted))
         engine.step = manifest["step"]
+        self.changes = manifest.get("changes", [])
+        if granted:
+            self.changes = [*self.changes, {"step": engine.step, "changed": granted}]
         if self.runtime.rank < manifest["world_size"]:
             restore_rng_state(own["rng"], engine.device)
         else:
             continue_rng_state(own["rng"], self.runtime.rank)
+        for change in granted:
+            say(f"note: changed on purpose: {change}")
         for note in continuation_notes(manifest, self.layout, self.runtime):
             say(f"note: {note}")
         self.current = checkpoint
@@ -247,10 +257,12 @@ class CheckpointStore:
         """Move the checkpoints of later steps out of sight; the folder they are in now, on rank 0."""
         return files.set_aside(self.folder, step) if self.runtime.is_main else None
 
-    def _read(self, path: Path, engine: Engine) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Compare everything; return the manifest, what belongs to all ranks, and this rank's own state."""
+    def _read(
+        self, path: Path, engine: Engine
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
+        """Compare everything; return the manifest, what belongs to all ranks, this rank's own, and the changes."""
         manifest = files.read_manifest(path)
-        differences = states.compare_values(manifest["identity"], json.loads(json.dumps(self.identity)))
+        differences, granted = sort_out(manifest["identity"], self.identity, self.allow_changes)
         if not differences:
             shared = files.read_archive(path, _STATE)
             frozen = manifest.get("frozen")
@@ -258,17 +270,12 @@ class CheckpointStore:
                 here = "none" if self.frozen is None else self.frozen[:12]
                 differences = [f"frozen weights: SHA-256 {frozen[:12]} there, {here} here"]
             differences += states.compare_tensors(read_index(path), engine, frozen=not frozen)
-            differences += states.compare_groups(shared, engine)
+            guard_may_differ = any(name.startswith("guard.") for name in granted)
+            differences += states.compare_groups(shared, engine, guard=not guard_may_differ)
             if not differences:
-                return manifest, shared, own_state(path, manifest["world_size"], self.runtime)
-        shown = differences[:_DIFFERENCES_SHOWN]
-        if len(differences) > len(shown):
-            shown.append(f"and {len(differences) - len(shown)} more")
-        raise CheckpointError(
-            f"the checkpoint {path} belongs to another run: " + "; ".join(shown),
-            why="resuming continues exactly the run that was saved; with other settings it would be neither run",
-            fix="resume with the settings in the run folder's config.json, or start a new run from its export",
-        )
+                state = own_state(path, manifest["world_size"], self.runtime)
+                return manifest, shared, state, list(granted.values())
+        raise of_another_run(path, differences)
 
     def _facts(self, held_out_loss: float | None, evaluated: bool, records: int | None) -> dict[str, Any]:
         return {
@@ -281,6 +288,7 @@ class CheckpointStore:
             "identity": self.identity,
             "layout": self.layout,
             **({"frozen": self.frozen} if self.frozen else {}),
+            **({"changes": self.changes} if self.changes else {}),
         }
 
     def _together(self, action: Callable[[], Any], step: int) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from tokennorm.engine.checkpoint_tensors import Description, describe
 from tokennorm.engine.distributed import unwrap_model
@@ -121,8 +122,16 @@ def optimizer_templates(engine: Engine, index: Mapping[str, Description]) -> dic
     return found
 
 
-def restore_plain_state(engine: Engine, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Give optimizer, schedule, scaler, accounting and guard their state; ``tensors`` are the filled templates."""
+def restore_plain_state(
+    engine: Engine, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, own_settings: bool = False
+) -> None:
+    """Give optimizer, schedule, scaler, accounting and guard their state; ``tensors`` are the filled templates.
+
+    With ``own_settings`` the settings of the optimizer's groups (learning rate, decay, ...) stay the engine's.
+    """
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
+    ]
     by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in state["values"].items()}
     for full, value in tensors.items():
         name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
@@ -140,12 +149,32 @@ def restore_plain_state(engine: Engine, state: Mapping[str, Any], tensors: Mappi
     engine.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(state["scheduler"])
-    engine.scaler.load_state_dict(state["scaler"])
+    if own_settings:
+        for group, values in zip(engine.optimizer.param_groups, settings, strict=True):
+            group.update(values)
+        _follow_own_schedule(engine)
+    # Empty when it was or is switched off.
+    if state["scaler"] and engine.scaler.is_enabled():
+        engine.scaler.load_state_dict(state["scaler"])
     # Checkpoints of earlier versions have none.
     if "kit" in state:
         engine.token_loss_kit.load_state_dict(state["kit"])
-    if engine.token_loss_kit.loss_guard is not None:
+    if engine.token_loss_kit.loss_guard is not None and state["guard"] is not None:
         engine.token_loss_kit.loss_guard.load_state_dict(state["guard"])
+
+
+def _follow_own_schedule(engine: Engine) -> None:
+    """Set the rates that the engine's own schedule has at the step that was loaded."""
+    scheduler, groups = engine.scheduler, engine.optimizer.param_groups
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in groups]
+    elif scheduler is not None:
+        # Of another kind nobody knows which part of its state is a setting: it goes on as it was.
+        for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
 
 def compare_tensors(index: Mapping[str, Description], engine: Engine, *, frozen: bool = True) -> list[str]:
@@ -163,8 +192,8 @@ def compare_tensors(index: Mapping[str, Description], engine: Engine, *, frozen:
     ]
 
 
-def compare_groups(saved: Mapping[str, Any], engine: Engine) -> list[str]:
-    """Name what the optimizers, schedules and guards have not in common."""
+def compare_groups(saved: Mapping[str, Any], engine: Engine, *, guard: bool = True) -> list[str]:
+    """Name what the optimizers, schedules and (with ``guard``) guards have not in common."""
     there, here = [group["names"] for group in saved["groups"]], _group_names(engine)
     differences = []
     if [len(names) for names in there] != [len(names) for names in here]:
@@ -180,7 +209,7 @@ def compare_groups(saved: Mapping[str, Any], engine: Engine) -> list[str]:
         differences.append(f"a parameter of the optimizer: {pair[0]} there, {pair[1]} here")
     if (saved["scheduler"] is None) != (engine.scheduler is None):
         differences.append("only one of the two has a learning-rate schedule")
-    if (saved["guard"] is None) != (engine.token_loss_kit.loss_guard is None):
+    if guard and (saved["guard"] is None) != (engine.token_loss_kit.loss_guard is None):
         differences.append("only one of the two has a loss guard")
     return differences
 
