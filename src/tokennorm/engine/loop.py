@@ -14,6 +14,7 @@ from tokennorm.engine.checkpoint_room import check_room
 from tokennorm.engine.emptied import EmptiedWindows
 from tokennorm.engine.engine import Engine
 from tokennorm.engine.evaluate import EvalReport
+from tokennorm.engine.garbage import GarbageCollection
 from tokennorm.engine.objective import Batch
 from tokennorm.engine.progress import ProgressPrinter
 from tokennorm.engine.records import HeldOut, Waiting, log_step, metrics_to_sinks
@@ -24,6 +25,9 @@ from tokennorm.engine.throughput import StepCost, WindowWork
 from tokennorm.errors import ConfigError, DataError
 
 __all__ = ["LoopConfig", "TrainReport", "WindowSource", "train"]
+
+# Steps: a collection takes milliseconds, and what piles up in a hundred steps is small.
+_COLLECT_EVERY = 100
 
 
 class WindowSource(Protocol):
@@ -182,12 +186,17 @@ def train(
         due = again or (config.save_every and engine.step % config.save_every == 0)
         if checkpoints is not None and (due or checkpoints.improves(held_out.loss_after(engine.step))):
             save()
+        garbage.after(engine.step)
         progress.pause()
 
     cost = StepCost(
         engine.model, engine.device, peak_tflops=config.peak_tflops, ranks=engine.dp_world_size, work=work
     )
-    with metrics_to_sinks(run, config, start), _signals(engine, total_steps, checkpoints, progress) as stop:
+    with (
+        metrics_to_sinks(run, config, start),
+        GarbageCollection(_COLLECT_EVERY) as garbage,
+        _signals(engine, total_steps, checkpoints, progress) as stop,
+    ):
         if start == 0:
             summary.before = held_out()
             end_if_asked(stop.agreed())
